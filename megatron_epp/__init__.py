@@ -17,7 +17,7 @@ def wrap(**settings: Any) -> Any:
 
 def wrap_samples(**settings: Any) -> Any:
     """Return a function that trains a model of Megatron's on samples in slices; see `sample_schedule.wrap_samples`."""
-    from megatron_epp.mcore.iteration.sample_schedule import wrap_samples as make
+    from megatron_epp.features.losses.sample_schedule import wrap_samples as make
 
     return make(**settings)
 

@@ -29,11 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def settings() -> dict[str, Any] | None:
-    """Return the settings in the environment variable, with the types of flags; None if plans are not switched on.
-
-    Raises:
-        EppError: a setting does not exist, or has a wrong value.
-    """
+    """Return the environment variable's settings, typed as flags; None if plans are off. Raises `EppError` for a wrong one."""
     text = os.environ.get(VARIABLE, "").strip()
     if text.lower() in ("", "0", "off"):
         return None
@@ -52,13 +48,9 @@ def settings() -> dict[str, Any] | None:
 
 
 def install_behind(module: str, **more: Any) -> None:
-    """Install plans once a module has been imported, if the environment variable says so.
+    """Install plans once a module that only training processes import has been imported, if the environment variable says so.
 
-    Its settings are read then: a framework may pass over the error of a plugin, but not that of a module of its own.
-
-    Args:
-        module: that only processes import which train with Megatron.
-        more: settings that the framework needs, as `shape_of`.
+    Settings are read then: a framework may pass over a plugin's error, but not a module's. `more` are its own, as `shape_of`.
     """
 
     def install() -> None:
@@ -86,7 +78,6 @@ class _Hook(importlib.abc.MetaPathFinder):
         self._name, self._run = name, run
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the module's spec with a loader that also calls the function; None for any other module."""
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)

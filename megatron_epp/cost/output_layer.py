@@ -70,7 +70,7 @@ def loss_workspace_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardBytes:
-    """Bytes that the shards of an output layer hold of a chunk (`runtime.loss.shards`).
+    """Bytes that the shards of an output layer hold of a chunk (`features.vocabulary.shards`).
 
     Attributes:
         kept_bytes_per_token: from `S` to `T`, for the whole vocabulary: exponentials in the weights' type; 0 if `T` recomputes.

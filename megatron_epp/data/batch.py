@@ -21,11 +21,7 @@ PADDING_TOKEN = 0
 
 
 class SequenceDataset(Protocol):
-    """Sequences whose lengths are known without reading them.
-
-    Attributes:
-        lengths: integer array, one entry per sequence: the positions it trains, one less than its tokens.
-    """
+    """Sequences whose `lengths` are known without reading them: the positions each trains, one less than its tokens."""
 
     lengths: np.ndarray
 
@@ -46,45 +42,33 @@ class AheadArrays:
 
     Depth ``d``, counted from 1, reads the token ``d`` positions ahead, and predicts the one after it. Behind the end of a
     sequence, and in padding, all of it is 0.
-
-    Attributes:
-        tokens, position_ids: int64, the token ahead and its position.
-        labels: int64, the label of the position ahead.
-        shares: float32, 1 over the number of positions of the whole sequence that count at this depth, where the position
-            counts, else 0: a sequence's losses times these add up to its mean.
-        weights: float32, `shares` times the number of positions that count in the sequence's main loss.
     """
 
-    tokens: torch.Tensor
-    position_ids: torch.Tensor
-    labels: torch.Tensor
+    tokens: torch.Tensor  # int64, the token ahead
+    position_ids: torch.Tensor  # int64, its position
+    labels: torch.Tensor  # int64, the label of the position ahead
+    # float32, 1 over the number of positions of the whole sequence that count at this depth, where the position counts, else 0:
+    # a sequence's losses times these add up to its mean
     shares: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor  # float32, `shares` times the number of positions that count in the sequence's main loss
 
 
 @dataclass(frozen=True, slots=True)
 class LossArrays:
-    """Inputs of a loss for a chunk besides its labels' log-probabilities: CPU tensors.
+    """Inputs of a loss for a chunk besides its labels' log-probabilities: CPU tensors."""
 
-    Attributes:
-        weights: float32 ``[padded tokens]``, how much a token counts (`losses.Average`); 0 for tokens that are not trained.
-        counts: float32 ``[padded tokens]``, a token's part in the number by which the batch's loss is divided.
-        sequence: int64 ``[padded tokens]``, the position of the token's sequence in the batch; 0 for padding.
-        group: the same of the first sequence of its group, which is itself but in `losses.Scope.GROUP`.
-        columns: float32 ``[rows, padded tokens]``, in the order of the loss's names, each as many rows as it is wide.
-    """
-
+    # float32 ``[padded tokens]``, how much a token counts (`losses.Average`); 0 for tokens that are not trained
     weights: torch.Tensor
-    counts: torch.Tensor
-    sequence: torch.Tensor
-    group: torch.Tensor
+    counts: torch.Tensor  # float32 ``[padded tokens]``, a token's part in the number by which the batch's loss is divided
+    sequence: torch.Tensor  # int64 ``[padded tokens]``, the position of the token's sequence in the batch; 0 for padding
+    group: torch.Tensor  # the same of the first sequence of its group, which is itself but in `losses.Scope.GROUP`
+    # float32 ``[rows, padded tokens]``, in the order of the loss's names, each as many rows as it is wide
     columns: torch.Tensor
 
     def of_trained(self, shards: Sequence[Sequence[slice]], own: Sequence[slice]) -> TrainedTokens:
         """Return the inputs of trained tokens, which the mask selects here, where it is known without waiting for a device.
 
-        Args:
-            shards: (padded) tokens of the ranks whose values the loss gets, rank by rank.
+        `shards` are the (padded) tokens of the ranks whose values the loss gets, rank by rank.
         """
         tokens = joined(torch.arange(len(self.weights)), [part for shard in shards for part in shard])
         rows = self.weights[tokens].nonzero()[:, 0]
@@ -96,16 +80,11 @@ class LossArrays:
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """Inputs of a loss for the trained tokens of a chunk, among the tokens of one or all of the ranks that share it.
+    """Inputs of a loss for the trained tokens of a chunk, among the tokens of one or all of the ranks that share it."""
 
-    Attributes:
-        rows: int64 ``[trained]``, their places among the tokens of these ranks, laid one after the other.
-        count: float32 ``[]``, this rank's part in the number by which the batch's loss is divided.
-        weights, sequence, group, columns: as in `LossArrays`, ``[trained]`` and ``[rows, trained]``.
-    """
-
-    rows: torch.Tensor
-    count: torch.Tensor
+    rows: torch.Tensor  # int64 ``[trained]``, their places among the tokens of these ranks, laid one after the other
+    count: torch.Tensor  # float32 ``[]``, this rank's part in the number by which the batch's loss is divided
+    # weights, sequence, group, columns: as in `LossArrays`, ``[trained]`` and ``[rows, trained]``
     weights: torch.Tensor
     sequence: torch.Tensor
     group: torch.Tensor
@@ -119,13 +98,7 @@ def joined(x: torch.Tensor, parts: Sequence[slice]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """A span of a sample among the tokens of a chunk.
-
-    Attributes:
-        start: its first token's place in the chunk.
-        num_tokens: of the span, all of which are in the chunk.
-        sample: its sample's position among those of the call.
-    """
+    """A span of a sample, one of those of the call, among the tokens of a chunk, in which all of it is."""
 
     start: int
     num_tokens: int
@@ -134,7 +107,6 @@ class ChunkSpan:
 
     @property
     def payload(self) -> Any:
-        """Object that the sample gave for the span, unchanged."""
         return self._payload_of()
 
 
@@ -142,10 +114,8 @@ class ChunkSpan:
 class InputArrays:
     """Inputs of a caller's function for all tokens of a chunk, whatever ranks share them: CPU tensors, and its spans.
 
-    Attributes:
-        tokens: int64 ``[padded tokens]``.
-        position_ids: int64, as in `ChunkArrays`.
-        columns: float32 ``[padded tokens]`` or ``[padded tokens, width]`` each, in the order of their names; 0 in padding.
+    Tokens and positions are int64, as in `ChunkArrays`; each column is float32 ``[padded tokens]`` or ``[padded tokens,
+    width]``, in the order of their names, 0 in padding.
     """
 
     tokens: torch.Tensor
@@ -155,16 +125,10 @@ class InputArrays:
 
 
 class InputColumns(NamedTuple):
-    """Names and shapes of what a model reads of samples besides tokens.
+    """Names and shapes of what a model reads of samples besides tokens."""
 
-    Attributes:
-        names: of columns for a caller's function; None without such a function.
-        axes: of positions; 1 for the places of tokens in their sequence.
-        routing: of the experts whose routes are read; None where none are.
-    """
-
-    names: tuple[str, ...] | None = None
-    axes: int = 1
+    names: tuple[str, ...] | None = None  # of columns for a caller's function; None without such a function
+    axes: int = 1  # of positions; 1 for the places of tokens in their sequence
     routing: Routing | None = None
 
 
@@ -200,26 +164,20 @@ class LossColumns(NamedTuple):
 class ChunkArrays:
     """Inputs of the first and the last stage for a chunk: CPU tensors of shape [padded tokens], or of a part of them.
 
-    Attributes:
-        tokens: int64 inputs.
-        labels: int64, the token that follows each input.
-        loss_mask: float32, 1 where the position counts in the loss, 0 elsewhere and in padding. A position counts if its label
-            is a trained token of the dataset, and its input is not the batch's `mask_loss_of`.
-        position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding. ``[axes, padded tokens]`` with several
-            axes.
-        ahead: inputs of multi-token prediction; None without it.
-        of_loss: inputs of a loss of the user's; None without one.
-        of_inputs: inputs of a caller's function that makes input rows; None without one.
-        routes: int16 ``[layers, experts per token, padded tokens]``, which routers replay; None where they choose.
+    What a run does not need (`ahead`, `of_loss`, `of_inputs`) is None.
     """
 
     tokens: torch.Tensor
-    labels: torch.Tensor
+    labels: torch.Tensor  # the token that follows each input, int64 as the inputs are
+    # float32, 1 where the position counts in the loss, 0 elsewhere and in padding. A position counts if its label is a trained
+    # token of the dataset, and its input is not the batch's `mask_loss_of`.
     loss_mask: torch.Tensor
+    # int64, position in its own sequence; 0, 1, 2, ... in padding. ``[axes, padded tokens]`` with several axes.
     position_ids: torch.Tensor
     ahead: AheadArrays | None = None
     of_loss: LossArrays | None = None
     of_inputs: InputArrays | None = None
+    # int16 ``[layers, experts per token, padded tokens]``, which routers replay; None where they choose
     routes: torch.Tensor | None = None
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:
@@ -234,36 +192,22 @@ class ChunkArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """Sequences of a global batch: all, or this replica's (`part`). Tokens are read only when a chunk is requested.
+    """Sequences of a global batch: all, or this replica's (`part`). Tokens are read only when a chunk is requested."""
 
-    Attributes:
-        indices: of the sequences in the dataset.
-        lengths: the positions each sequence trains.
-        loss_groups: a number for each sequence, equal for those whose loss is computed together (`Problem.loss_groups`).
-        plan: the plan that runs them; None if the batch is used without a plan.
-        plan_digest: its digest.
-        trains: some token of the whole batch, over all replicas, is trained.
-        prepared: what the plan's source has made of the batch for this rank, ahead of the iteration.
-        global_size: samples of the whole batch, over all replicas: sequences, or groups of them with one loss.
-        consumed_samples: sequences that batches have had over all replicas up to this one, its own included.
-        planning_us: time of planning, on the planning rank.
-        peak_items: see `PackedPlan`.
-        dataset: source of the tokens; None in a batch that has been pickled.
-        mask_loss_of: positions whose input is this token do not count in the loss (``eod_mask_loss``).
-    """
-
-    indices: tuple[int, ...]
-    lengths: tuple[int, ...]
+    indices: tuple[int, ...]  # of the sequences in the dataset
+    lengths: tuple[int, ...]  # the positions each sequence trains
+    # A number for each sequence, equal for those whose loss is computed together (`Problem.loss_groups`)
     loss_groups: tuple[int, ...] = ()
-    plan: Plan | None = None
-    dataset: SequenceDataset = field(repr=False, compare=False)
-    mask_loss_of: int | None = None
-    global_size: int = 0
-    consumed_samples: int = 0
-    trains: bool = True
-    planning_us: float = field(default=0.0, compare=False)
-    peak_items: dict[str, int] | None = field(default=None, compare=False)
+    plan: Plan | None = None  # None if the batch is used without a plan
+    dataset: SequenceDataset = field(repr=False, compare=False)  # source of the tokens; None in a batch that has been pickled
+    mask_loss_of: int | None = None  # positions whose input is this token do not count in the loss (``eod_mask_loss``)
+    global_size: int = 0  # samples of the whole batch, over all replicas: sequences, or groups of them with one loss
+    consumed_samples: int = 0  # sequences that batches have had over all replicas up to this one, its own included
+    trains: bool = True  # some token of the whole batch, over all replicas, is trained
+    planning_us: float = field(default=0.0, compare=False)  # time of planning, on the planning rank
+    peak_items: dict[str, int] | None = field(default=None, compare=False)  # see `PackedPlan`
     plan_digest: str = field(default="", compare=False)
+    # What the plan's source has made of the batch for this rank, ahead of the iteration
     prepared: Any = field(default=None, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _groups: list[list[int]] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -290,7 +234,7 @@ class GlobalBatch:
     def chunk(
         self, chunk: int, depths: int = 0, of_loss: LossColumns | None = None, of_inputs: InputColumns = OF_TOKENS
     ) -> ChunkArrays:
-        """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``; the others are those of `chunk_of`."""
+        """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``; see `chunk_of`."""
         assert self.plan is not None, "this batch carries no plan; use chunk_of"
         return self.chunk_of(self.plan.chunks[chunk].segments, self.plan.token_multiple, depths, of_loss, of_inputs)
 
@@ -302,13 +246,10 @@ class GlobalBatch:
         of_loss: LossColumns | None = None,
         of_inputs: InputColumns = OF_TOKENS,
     ) -> ChunkArrays:
-        """The arrays of any list of segments, laid one after the other and padded at the end.
+        """The arrays of any segments of the batch's sequences, one after the other, padded to a multiple of tokens.
 
         Args:
-            segments: parts of this batch's sequences (`Segment.sequence` counts in the batch, not in the dataset).
-            multiple: the padded token count is the next multiple of this.
             depths: of multi-token prediction; 0 without it.
-            of_loss: what a loss of the user's asks for; None without one.
             of_inputs: columns are read for a function on the first stage, positions and routes on all stages.
         """
         chunk = Chunk(tuple(segments))
@@ -352,7 +293,6 @@ class GlobalBatch:
         return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, of_function, routes)
 
     def _positions(self, asked: InputColumns, sequence: int, start: int, end: int) -> np.ndarray:
-        """Return the positions of tokens ``[start, end)`` of a sequence, ``[axes or 1, tokens]``."""
         own = self._samples.positions(self.indices[sequence], start, end) if asked.axes > 1 else None
         return np.arange(start, end)[None] if own is None else own.T
 
@@ -372,7 +312,6 @@ class GlobalBatch:
 
     @property
     def _samples(self) -> Any:
-        """The dataset, whose sequences are samples (`data.samples.Samples`)."""
         return self.dataset
 
     def _of_loss(self, segments: Sequence[Segment], loss_mask: np.ndarray, wanted: LossColumns) -> LossArrays:
@@ -404,7 +343,6 @@ class GlobalBatch:
         return LossArrays(*map(torch.from_numpy, (weights, counts, sequence, group, of_all)))
 
     def _members(self) -> list[list[int]]:
-        """Return the sequences of every sequence's group, ascending."""
         if not self._groups:
             numbers, positions = self.loss_groups or range(len(self.indices)), dict[int, list[int]]()
             for row, number in enumerate(numbers):
@@ -430,7 +368,6 @@ class GlobalBatch:
             yield self._count(sequence) - int(first[:depth].sum())
 
     def _count(self, sequence: int) -> int:
-        """Return how many positions of a whole sequence count."""
         if sequence not in self._counts:  # slices would read the whole sequence again and again
             length = self.lengths[sequence]
             masked = self.mask_loss_of is not None or self.dataset.trained(self.indices[sequence], 1, 2) is not None

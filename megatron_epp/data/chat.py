@@ -45,12 +45,7 @@ class ApplyTemplate(Protocol):
 
 
 class Tokens(NamedTuple):
-    """Token ids of a document, and which of them are trained.
-
-    Attributes:
-        ids: integers [tokens].
-        trained: uint8 [tokens], 1 for tokens that are trained as labels; None if all are.
-    """
+    """Token ids of a document, and a mask of uint8, 1 for tokens that are trained as labels; None if all are."""
 
     ids: NDArray[np.integer[Any]]
     trained: NDArray[np.uint8] | None = None
@@ -58,30 +53,19 @@ class Tokens(NamedTuple):
 
 @dataclass(slots=True)
 class Answers:
-    """Counts of the trained answers of conversations, and of the samples that these are.
-
-    Attributes:
-        num_answers: of the assistant that are trained.
-        behind: answers that end without a stop token, by the text of the one behind them that is trained with them.
-        num_ended: answers at the end that got an end-of-document token, since they have no stop token.
-        open: answers without any stop token, by the text of their last tokens.
-        num_headers: answers whose header the template marks as written by the model.
-        num_split: conversations that are several samples.
-        num_samples: of these conversations.
-        num_repeated: tokens of these samples beyond those of the last of each conversation.
-    """
+    """Counts of the trained answers of conversations, and of the samples that these are."""
 
     num_answers: int = 0
+    # Answers that end without a stop token, by the text of the one behind them that is trained with them
     behind: Counter[str] = field(default_factory=Counter)
-    num_ended: int = 0
-    open: Counter[str] = field(default_factory=Counter)
-    num_headers: int = 0
-    num_split: int = 0
+    num_ended: int = 0  # answers at the end that got an end-of-document token, since they have no stop token
+    open: Counter[str] = field(default_factory=Counter)  # answers without any stop token, by the text of their last tokens
+    num_headers: int = 0  # answers whose header the template marks as written by the model
+    num_split: int = 0  # conversations that are several samples; `num_samples` in all
     num_samples: int = 0
-    num_repeated: int = 0
+    num_repeated: int = 0  # tokens of these samples beyond those of the last of each conversation
 
     def warnings(self) -> Iterator[str]:
-        """Yield what is unusual, in a line each."""
         total = f"of {self.num_answers:,} trained answers"
         for text, count in self.behind.most_common():
             yield (
@@ -109,8 +93,6 @@ class Answers:
 
 @dataclass(slots=True)
 class ChatCounts:
-    """Counts over conversations."""
-
     fields: Fields = field(default_factory=Fields)
     answers: Answers = field(default_factory=Answers)
 
@@ -120,31 +102,22 @@ class ChatEncoder:
     """Conversion of a conversation to tokens, and to a mask of the tokens that are trained: the messages of some roles.
 
     The mask is the tokenizer's own if the template marks what the assistant writes (``{% generation %}``) and only that is
-    trained. Otherwise the tokens of the conversation up to a message and up to the one before it give the message's tokens.
-    The generation prompt, which a template puts in front of an assistant's answer, is not trained; the text behind one is, and
-    its stop token is the last that is.
+    trained. Otherwise the tokens of the conversation up to a message and up to the one before it give the message's tokens. Of
+    an assistant's answer the generation prompt in front is not trained, and its stop token is the last that is.
 
     A conversation is one sample if the template renders every trained answer with what follows as it does without. Where it
     does not, as templates that leave out the reasoning of earlier answers, an answer is a sample of its own with its history.
-
-    Attributes:
-        apply: applies the template.
-        template: the chat template, in Jinja.
-        roles: roles whose messages are trained.
-        turns: one of `TURNS`.
-        decode: converts tokens to text; None if nothing of it is needed.
-        stops: tokens at which generation can stop; empty for no check.
-        eod: token that ends a document; None if there is none.
-        append_eod: put it behind every sample, trained behind a trained message; None: where the last answer has no stop token.
     """
 
     apply: ApplyTemplate
-    template: str
+    template: str  # the chat template, in Jinja
+    # roles, turns: the messages that are trained; `turns` is one of `TURNS`
     roles: tuple[str, ...] = (ASSISTANT,)
     turns: str = "all"
-    decode: Callable[[Sequence[int]], str] | None = None
-    stops: frozenset[int] = frozenset()
-    eod: int | None = None
+    decode: Callable[[Sequence[int]], str] | None = None  # converts tokens to text; None if nothing of it is needed
+    stops: frozenset[int] = frozenset()  # tokens at which generation can stop; empty for no check
+    eod: int | None = None  # token that ends a document; None if there is none
+    # Put it behind every sample, trained behind a trained message; None: where the last answer has no stop token
     append_eod: bool | None = False
 
     def encode(
@@ -152,13 +125,12 @@ class ChatEncoder:
     ) -> list[Tokens]:
         """Return the samples of a conversation of at least one message.
 
+        Raises `EppError` if the template refuses the conversation, messages of other roles cannot be told from others, or a
+        switch has another value, or is on for a role that is not trained.
+
         Args:
             messages: have a `role` each. One with 0 or false in a field of `SWITCHES` is not trained.
             options: variables of the template besides the messages, as `tools`, descriptions of functions.
-
-        Raises:
-            EppError: the template refuses the conversation, or messages of other roles cannot be told from others, or a switch
-                has another value, or is on for a role that is not trained.
         """
         counts, options = counts or ChatCounts(), options or {}
         untrained = frozenset(number for number, message in enumerate(messages) if self._is_switched_off(message, number + 1))
@@ -234,7 +206,6 @@ class _Chat:
         return pieces
 
     def sample(self, piece: _Piece, answers: Answers) -> Tokens:
-        """Return the tokens of a piece, and their mask."""
         count, numbers = piece
         if self.encoder.roles == (ASSISTANT,) and _GENERATION.search(self.encoder.template):
             ids, trained = self._by_marks_of_template(piece, answers)
@@ -288,12 +259,8 @@ class _Chat:
     def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[Sequence[int]], answers: Answers) -> bool:
         """Let answers end with a stop token in the mask, where they have one, and count the others.
 
-        Args:
-            runs: first token of every answer, and the one behind its last.
-            answers: counts to add to.
-
-        Returns:
-            True if the last answer ends the sample, and wants an end-of-document token.
+        Each of `runs` has an answer's first token, and the one behind its last. Returns True if the last one wants an ending
+        token.
         """
         encoder = self.encoder
         answers.num_answers += len(runs)
@@ -313,7 +280,7 @@ class _Chat:
         return False
 
     def _last_stop(self, answer: Ids) -> int | None:
-        """Return the index of an answer's last token that is no white space, if it is a stop token; else None."""
+        """Return the index of an answer's last token that is no white space, if it is a stop token."""
         assert self.encoder.decode is not None
         for index in reversed(range(len(answer))):
             token = int(answer[index])
@@ -354,9 +321,8 @@ class _Chat:
         return text.startswith(head) and text[len(head) :].lstrip().startswith(_MARKS[0])
 
     def _end(self, ids: Ids, number: int, count: int) -> int:
-        """Return the number of tokens of messages in front of one, whose text must be the beginning of the text of `count`.
-
-        Tokens that join the two are of the message.
+        """Return the number of tokens in front of a message, whose text must begin that of `count`; those that join are its
+        own.
         """
         if number in (0, count):
             return len(ids) if number else 0
@@ -369,10 +335,7 @@ class _Chat:
         return _num_common(self._up_to(number), ids)
 
     def _goes_on(self, number: int, count: int) -> bool:
-        """Return True if the text of the first messages is the beginning of that of more.
-
-        A stop token of the whole conversation, behind that of its last message, does not count.
-        """
+        """Return True if the text of the first messages is the beginning of that of more, a last stop token aside."""
         if number == count or self._text(count).startswith(self._text(number)):
             return True
         text, stops = self._text(number).rstrip(), _stop_texts(self.encoder)
@@ -421,7 +384,6 @@ def _ids(output: Any) -> Ids:
 
 
 def _num_common(a: Ids, b: Ids) -> int:
-    """Return the number of tokens that two lists have in common from their beginning."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length
@@ -430,12 +392,9 @@ def _num_common(a: Ids, b: Ids) -> int:
 def example_lines(
     ids: NDArray[np.integer[Any]], trained: NDArray[np.uint8], decode: Callable[[Sequence[int]], str]
 ) -> list[str]:
-    """Return the text of a sample, with a line break and a mark where the trained tokens begin and end.
+    r"""Return the text of a sample, with a line break and a mark where the trained tokens begin and end.
 
-    Line breaks of the text are written as ``\\n``, so that those without are of this page.
-
-    Args:
-        trained: 1 for tokens that are trained, else 0 [tokens].
+    Line breaks of the text are written as ``\n``, so that those without are of this page.
     """
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     parts = [_part(decode(ids[start:end].tolist()), bool(trained[start])) for start, end in pairwise(edges) if start < end]

@@ -21,29 +21,22 @@ TOOLS = "tools (of lines)"
 
 @dataclass(slots=True)
 class Fields:
-    """Counts over conversations.
+    """Counts over conversations."""
 
-    Attributes:
-        present: messages that have a field with a value, by its name; the role is none, and the content is counted only of
-            messages with further fields, or if it is not rendered as it is. `TOOLS` counts conversations.
-        lost: of these, messages whose field the template does not render.
-        printed: of these, those that the template prints as Python writes lists and dictionaries.
-        parts: parts of contents that are no text, by type, which the template takes.
-        num_joined: messages whose content is a list of texts, which the template does not take, so that they are joined.
-        num_empty: messages that are trained although nothing of them is rendered.
-        num_null: messages whose content is null and that the template renders as text.
-    """
-
+    # Messages that have a field with a value, by its name; the role is none, and the content is counted only of messages with
+    # further fields, or if it is not rendered as it is. `TOOLS` counts conversations.
     present: Counter[str] = field(default_factory=Counter)
-    lost: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)  # of these, messages whose field the template does not render
+    # Of these, those that the template prints as Python writes lists and dictionaries
     printed: Counter[str] = field(default_factory=Counter)
+    # Parts of contents that are no text, by type, which the template takes
     parts: Counter[str] = field(default_factory=Counter)
-    num_joined: int = 0
-    num_empty: int = 0
-    num_null: int = 0
+    num_joined: int = 0  # messages whose content is a list of texts, which the template does not take, so that they are joined
+    num_empty: int = 0  # messages that are trained although nothing of them is rendered
+    num_null: int = 0  # messages whose content is null and that the template renders as text
 
     def warnings(self, roles: Sequence[str]) -> Iterator[str]:
-        """Yield what is lost or no text, in a line each; `roles` are the roles whose messages are trained."""
+        """Yield what is lost or no text, in a line each, where messages of these roles are trained."""
         if self.lost:
             yield (
                 f"the chat template leaves out fields that messages have: {self._shares(self.lost)}; no token tells what they "
@@ -80,13 +73,7 @@ class Fields:
 
 def with_texts(fields: Fields, messages: Sequence[Message], render: Render) -> Sequence[Message]:
     """Return messages whose contents the template takes: where it would print a list of parts as such, or fails by it, their
-    texts are joined.
-
-    Args:
-        fields: counts to add to.
-
-    Raises:
-        EppError: a part is no text, and the template takes no parts.
+    texts are joined and counted. Raises `EppError` if a part is no text, and the template takes no parts.
     """
     lists = [number for number, message in enumerate(messages) if isinstance(message.get("content"), list)]
     if not lists:
@@ -113,7 +100,6 @@ def _type_of(part: Any) -> str:
 
 
 def _text_of(part: Any) -> str | None:
-    """Return the text of a part of a content; None if it is no text."""
     if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
         part = part.get("text")
     return part if isinstance(part, str) else None
@@ -142,17 +128,10 @@ def count_fields(
     first: int = 0,
     tools: object = None,
 ) -> None:
-    """Add a conversation's counts.
+    """Add a conversation's counts, from the message `first` on, which has not been counted with an earlier part of it.
 
     Conversations are rendered once, and again only if messages have more fields than role and content: with marks instead of
     their texts, and where no mark is found, without these fields, of all messages at once and then of fewer and fewer.
-
-    Args:
-        fields: counts to add to.
-        messages: of the conversation, which the template renders.
-        without_tools: the same without tools; None for a conversation that has none.
-        first: index of the first message that has not been counted yet, with an earlier part of the conversation.
-        tools: descriptions of functions that the template gets besides messages.
     """
     whole, counted = render(messages), list(enumerate(messages))[first:]
     items = [(number, name) for number, message in counted for name in _fields_of(message, whole)]
@@ -174,7 +153,6 @@ def count_fields(
 
 
 def marked(message: Message, mark: str) -> Message:
-    """Return a message with a mark in place of its texts."""
     texts = {name: _marked(value, mark) for name, value in message.items() if name != "role" and value is not None}
     return {**message, "content": mark, **texts}
 
@@ -209,7 +187,6 @@ def _lost(messages: Sequence[Message], items: list[tuple[int, str]], whole: str,
 
 
 def _says(message: Message, whole: str) -> bool:
-    """Return True if a message's content is in the rendered text as it is."""
     content = message.get("content")
     return isinstance(content, str) and content.strip() in whole
 

@@ -33,19 +33,13 @@ Mask = NDArray[np.uint8]
 
 
 class Header(NamedTuple):
-    """Header of an index: type code and numbers of entries."""
-
     type_code: int
     num_sequences: int
     num_boundaries: int
 
 
 def read_header(path: str) -> Header:
-    """Read a header and check the index's version and size.
-
-    Raises:
-        EppError: the file is no such index, or there are no documents.
-    """
+    """Read a header. Raises `EppError` if the file is no index of this version and size, or there are no documents."""
     num_bytes = os.path.getsize(path)
     with open(path, "rb") as stream:
         raw = stream.read(_HEADER.size)
@@ -69,11 +63,7 @@ def read_header(path: str) -> Header:
 
 
 def document_tokens(path: str) -> NDArray[np.int64]:
-    """Tokens of each document of an index, summed over its sentences.
-
-    Raises:
-        EppError: the index is damaged.
-    """
+    """Tokens of each document of an index, summed over its sentences. Raises `EppError` if the index is damaged."""
     header, raw = read_header(path), np.memmap(path, mode="r")
     lengths = np.frombuffer(raw, np.int32, header.num_sequences, _HEADER.size)
     boundaries = np.frombuffer(raw, np.int64, header.num_boundaries, _HEADER.size + 12 * header.num_sequences)
@@ -83,12 +73,7 @@ def document_tokens(path: str) -> NDArray[np.int64]:
 def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
     """Number of tokens before each boundary between sequences, the first and the last included.
 
-    Args:
-        lengths: tokens of each sequence.
-        boundaries: number of sequences before each document, and of all sequences.
-
-    Raises:
-        EppError: lengths and boundaries are inconsistent.
+    Raises `EppError` if the tokens contradict the boundaries: numbers of sequences before each document, and of all.
     """
     if fault := _contradiction(lengths, boundaries):
         raise EppError(f"{path} contradicts itself: {fault}; {REMAKE}")
@@ -96,7 +81,6 @@ def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.
 
 
 def _contradiction(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> str:
-    """Return how lengths and boundaries contradict each other; empty if they do not."""
     if len(negative := np.flatnonzero(lengths < 0)):
         return f"sequence {negative[0]} has {lengths[negative[0]]} tokens"
     if len(falls := np.flatnonzero(boundaries[1:] < boundaries[:-1])):
@@ -116,22 +100,15 @@ class Sequences:
     A document of n tokens has n - 1 positions (inputs ``[:-1]``, labels ``[1:]``); one of fewer than 2 tokens has none and
     makes no sequence. Sequence k of a document that is split has the inputs ``[k * limit, (k + 1) * limit)``, so its last label
     is the first input of sequence k + 1: the two overlap by one token, and every token but a document's first is a label once.
-
-    Attributes:
-        lengths: int32 [sequences], the positions of each, at most `limit`.
-        limit: largest number of positions of a sequence.
-        documents: [kept documents], their indices among all documents; None if all are kept.
-        ends: [kept documents], number of sequences up to and including the last one of each; None if each is one sequence.
-        num_long: documents of more than `limit` positions.
-        num_left_out: tokens of truncated documents beyond their only sequence.
     """
 
-    lengths: NDArray[np.int32]
+    lengths: NDArray[np.int32]  # int32 [sequences], the positions of each, at most `limit`
     limit: int
-    documents: Index | None
+    documents: Index | None  # [kept documents], their indices among all documents; None if all are kept
+    # [kept documents], number of sequences up to and including the last one of each; None if each is one sequence
     ends: Index | None
-    num_long: int
-    num_left_out: int
+    num_long: int  # documents of more than `limit` positions
+    num_left_out: int  # tokens of truncated documents beyond their only sequence
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -147,13 +124,7 @@ class Sequences:
 
 
 def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -> Sequences:
-    """Return the sequences of documents.
-
-    Args:
-        num_tokens: [documents], tokens of each.
-        limit: largest number of positions of a sequence, at least 1.
-        long_documents: one of `LONG_DOCUMENTS`.
-    """
+    """Return the sequences of documents of so many tokens, at most `limit` positions each; long ones as in `LONG_DOCUMENTS`."""
     trains = num_tokens >= 2
     documents, positions = None, num_tokens - 1
     if not trains.all():
@@ -171,15 +142,7 @@ def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -
 
 
 def stream_lengths(num_tokens: Index, limit: int) -> NDArray[np.int32]:
-    """Return the positions of samples of a stream of documents: all `limit`, with what is left at the end left out.
-
-    Args:
-        num_tokens: [documents], tokens of each.
-        limit: positions of a sample, at least 1.
-
-    Raises:
-        EppError: there are fewer tokens than a sample has.
-    """
+    """Return the positions of a stream's samples, all `limit`, the rest left out. Raises `EppError` if there is no sample."""
     total = int(num_tokens.sum(dtype=np.int64))
     if total <= limit:
         raise EppError(f"{total:,} tokens of all documents are less than a sample of {limit:,} and its last label")
@@ -192,11 +155,7 @@ def _narrow(rising: NDArray[np.int64]) -> Index:
 
 
 class TokenMask:
-    """Mask of a pair: 1 for a token that is trained where it is a label, 0 for one that is not. No value is read on opening.
-
-    Raises:
-        EppError: the file has another size than one byte per token.
-    """
+    """Mask of a pair, 1 for a token trained where it is a label. Raises `EppError` unless the file has a byte per token."""
 
     def __init__(self, prefix: str, num_tokens: int, mmap: bool = True) -> None:
         self.path = prefix + MASK_SUFFIX
@@ -229,5 +188,5 @@ class TokenMask:
 
 
 def open_mask(prefix: str, num_tokens: int, mmap: bool = True) -> TokenMask | None:
-    """Open the mask of a pair, as `TokenMask` does; None if there is none, and all tokens are trained."""
+    """Open the mask of a pair; None if there is none, and all tokens are trained."""
     return TokenMask(prefix, num_tokens, mmap) if os.path.exists(prefix + MASK_SUFFIX) else None

@@ -36,26 +36,20 @@ class DisagreementError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class PlanSource:
-    """Source of the plans of a rank's replica.
+    """Source of the plans of a rank's replica."""
 
-    Attributes:
-        make_plans: divides a batch and plans the shares of the replicas that it plans for, in a background thread; None on the
-            ranks that receive their plans from another rank.
-        exchange_plans: called by all ranks of these replicas together, once per batch, with the plans or errors of the planning
-            rank and an empty list on the others; returns those of the planning rank.
-        replica_position: index of this rank's replica among them.
-        check_division: called by all ranks once per batch, with the checksum of its division, or None if its planning failed;
-            planning ranks compare, and raise if replicas have divided it differently or another's planning has failed.
-        rank: this rank's index in the pipeline.
-        prepare: makes what this rank runs a planned batch with, given the batch and this rank's lowered actions. It is called
-            in a thread, while the batch before runs.
-    """
-
+    # Divides a batch and plans the shares of the replicas that it plans for, in a background thread; None on the ranks that
+    # receive their plans from another rank
     make_plans: MakePlans | None
+    # Called by all ranks of these replicas together, once per batch, with the plans or errors of the planning rank and an empty
+    # list on the others; returns those of the planning rank
     exchange_plans: Callable[[list[PlansOrError]], list[PlansOrError]] = lambda plans: plans
-    replica_position: int = 0
+    replica_position: int = 0  # index of this rank's replica among them
+    # Called by all ranks once per batch, with the checksum of its division, or None if its planning failed; planning ranks
+    # compare, and raise if replicas have divided it differently or another's planning has failed
     check_division: Callable[[int | None], None] = lambda checksum: None
-    rank: int = 0
+    rank: int = 0  # this rank's index in the pipeline
+    # Makes what this rank runs a planned batch with, given its lowered actions, in a thread while the batch before runs
     prepare: Callable[[GlobalBatch, tuple[Action, ...]], object] = lambda batch, actions: None
 
 
@@ -69,18 +63,15 @@ class _Prepared(NamedTuple):
 class PlannedBatches(Iterator[GlobalBatch]):
     """Iterator that yields one `GlobalBatch` per iteration, in the sampler's order.
 
-    A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, in the order of the batches, so
-    every rank of a replica must take its batches at the same points. Another thread prepares the next batch while one runs.
-    Errors of planning are raised by all ranks in place of the batch, after the batches before it, and again at every later
-    call; errors of preparing a batch are raised by their own rank only.
+    A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, so every rank of a replica must
+    take its batches at the same points. Another thread prepares the next batch while one runs. Errors of planning are raised by
+    all ranks in place of the batch, and again at every later call; errors of preparing a batch by their own rank only.
 
     Args:
         sampler: yields the sequence indices of global batches, or indices of the dataset's groups of sequences if it has any;
             the same on every rank of the job.
         plans: None yields batches without a plan, divided over replicas by count.
         depth: number of batches that may wait, at least 1 (one more is being made, and one more has been sent).
-        mask_loss_of: see `GlobalBatch`.
-        replica, replicas: this rank's data-parallel replica, and the number of replicas.
     """
 
     def __init__(
@@ -122,7 +113,6 @@ class PlannedBatches(Iterator[GlobalBatch]):
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest sequence that a batch may have."""
         return int(self._dataset.lengths.max())
 
     def restored(self, batch: GlobalBatch) -> GlobalBatch:
@@ -154,7 +144,6 @@ class PlannedBatches(Iterator[GlobalBatch]):
             num_sent += 1
 
     def _batch_of(self, plans: PlansOrError) -> GlobalBatch | Exception:
-        """Return the whole batch that received plans are for, or the error in place of it."""
         if isinstance(plans, Exception):
             return plans
         try:
@@ -169,7 +158,6 @@ def _batches(
     plans: PlanSource | None,
     mask_loss_of: int | None,
 ) -> Iterator[tuple[GlobalBatch, PackedPlans | None]]:
-    """Yield whole batches, and their plans if this rank makes them."""
     for drawn in sampler:
         consumed = getattr(sampler, "consumed_samples", 0)
         indices, loss_groups = sequences_of(dataset, drawn)
@@ -226,7 +214,6 @@ def _portable(error: Exception) -> Exception:
 
 
 def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSource) -> _Prepared:
-    """Return this replica's part of a whole batch with its plan, prepared for this rank."""
     if isinstance(plans, Exception):
         raise plans
     if isinstance(whole, Exception):
@@ -247,13 +234,9 @@ def _first_few(lengths: tuple[int, ...]) -> str:
 
 
 class Prefetcher[T](Iterator[T]):
-    """The items of another iterator, in order, which a thread runs a few items ahead.
+    """The items of another iterator, in order, which a thread runs ahead: `depth` items, at least 1, may wait besides the next.
 
     If that raises, the items made before are still yielded, then `__next__` raises the error, then and at every later call.
-
-    Args:
-        items: the iterator, run by the thread only.
-        depth: number of items that may wait, at least 1 (one more is being made).
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
@@ -280,7 +263,6 @@ class Prefetcher[T](Iterator[T]):
         return self._error is not None or self._stop.is_set() or not self._ready.empty()
 
     def close(self) -> None:
-        """Stop and drop the ready items; waits for the item being made. Afterwards the iterator is exhausted."""
         self._finalizer()
         self._thread.join()
 

@@ -75,8 +75,6 @@ _KINDS: dict[bytes, tuple[str, str]] = {
 
 
 class Record(NamedTuple):
-    """A record, and its name in messages."""
-
     origin: str
     value: Any
 
@@ -92,17 +90,12 @@ def has_records(path: Path) -> bool:
 
 
 def is_parquet(path: Path) -> bool:
-    """Return True if a file is Parquet by its first bytes."""
     return _head(path).startswith(_PARQUET)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed if its first bytes are those of gzip, bzip2, xz or zstd.
-
-    Raises:
-        EppError: it cannot be read, or is damaged, or what it holds is binary of a known kind.
-    """
+    """Open a file, decompressed (gzip, bzip2, xz, zstd). Raises `EppError` if it is damaged, or binary of a known kind."""
     kind = ""
     try:
         with ExitStack() as stack:
@@ -124,12 +117,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def records(path: Path, origin: Origin) -> Iterator[Record]:
-    """Yield the records of a file of JSONL, compressed or not, or of Parquet.
+    """Yield the records of a file of JSONL, compressed or not, or of Parquet. Raises `EppError` if it is neither, or damaged.
 
     Lines without text are no records. Nulls of objects in Parquet, which has no absent fields, are left out.
-
-    Raises:
-        EppError: the file cannot be read, is neither, or a line is not JSON.
     """
     if is_parquet(path):
         yield from _rows(path, origin)
@@ -138,7 +128,6 @@ def records(path: Path, origin: Origin) -> Iterator[Record]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the null fields of its objects."""
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -182,7 +171,6 @@ def _pyarrow(what: str) -> Any:
 
 
 def _head(path: Path) -> bytes:
-    """Return the first bytes of a file. Raises `EppError` if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             return stream.read(_HEAD_BYTES)

@@ -18,40 +18,29 @@ ROUTES = "routes"
 
 
 class Routing(NamedTuple):
-    """Experts of a model, or of a rank's part of it.
-
-    Attributes:
-        experts: number of experts of a layer.
-        per_token: how many of them a token passes (top-k).
-        layers: numbers, from 0, of the layers that have experts; of a rank's stages alone where a rank reads routes.
-        num_layers: of the whole model.
-        obstacle: why its routers cannot replay; empty if they can.
-    """
+    """Experts of a model, or of a rank's part of it."""
 
     experts: int
-    per_token: int
+    per_token: int  # how many of the `experts` of a layer a token passes (top-k)
+    # numbers, from 0, of the layers that have experts; of a rank's stages alone where a rank reads routes
     layers: tuple[int, ...]
-    num_layers: int
-    obstacle: str = ""
+    num_layers: int  # of the whole model
+    obstacle: str = ""  # why its routers cannot replay; empty if they can
 
 
 def read_routes(
     record: Mapping[str, Any], what: str, num_tokens: int, num_inputs: int, routing: Routing | None
 ) -> dict[int, np.ndarray]:
-    """Check and convert the routes of a sample.
+    """Return the routes of a sample, int16 ``[inputs, per_token]`` by number of layer; empty without routes.
+
+    Raises `EppError` if they have another shape, name an expert that there is not, or one twice for a token; or the model's
+    routers cannot replay.
 
     Args:
         record: its `ROUTES` are ``[tokens or inputs, layers, per_token]`` numbers of experts, about tokens as inputs. Its
             layers are those with experts, or all of the model, of which the others are not read.
         num_inputs: tokens that the model reads, which come first: all, or all but the last.
         routing: of the whole model; None without experts.
-
-    Returns:
-        int16 ``[inputs, per_token]`` by number of layer; empty without routes.
-
-    Raises:
-        EppError: they have another shape, name an expert that there is not, or one twice for a token; or the model's routers
-            cannot replay.
     """
     if (values := record.get(ROUTES)) is None:
         return {}
@@ -88,10 +77,7 @@ def routes_of_chunk(
 ) -> torch.Tensor:
     """Return the routes of segments in the layers that are asked for, int16 ``[layers, per_token, num_tokens]``.
 
-    Args:
-        dataset: `data.samples.Samples` with routes.
-        indices: numbers of the batch's sequences in the dataset, which segments count in the batch.
-        num_tokens: of the segments with padding behind them, whose routes are some experts.
+    `indices` are the batch's sequences in the dataset, `Samples` with routes; padding has the routes of some experts.
     """
     routes = np.empty((len(asked.layers), asked.per_token, num_tokens), dtype=np.int16)
     routes[:] = np.arange(asked.per_token)[:, None]  # dispatchers count on as many experts for padding

@@ -20,12 +20,7 @@ _ROUNDS = 8
 
 
 def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
-    """A permutation of ``range(num_sequences)`` that depends only on the arguments.
-
-    Args:
-        num_sequences: at least 1.
-        seed: one or more integers, usually the user's seed and the epoch.
-    """
+    """A permutation of ``range(num_sequences)`` that depends only on the arguments, usually the user's seed and the epoch."""
     # RandomState's streams are frozen across numpy releases (the newer Generator's are not), and a resumed run must see the
     # same order under another numpy. uint32 halves the memory of orders over hundreds of millions of documents.
     order = np.arange(num_sequences, dtype=np.uint32 if num_sequences < 2**32 else np.int64)
@@ -48,12 +43,8 @@ def _random(seed: tuple[int, ...]) -> np.random.RandomState:
 def permuted(indices: np.ndarray, num_sequences: int, *seed: int) -> np.ndarray:
     """Return entries of a permutation of ``range(num_sequences)`` that depends only on the seed, in no memory but for these.
 
-    A Feistel network permutes the numbers of an even number of bits; entries outside of the range are permuted again until
-    they are inside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
-
-    Args:
-        indices: positions in the permutation, int64.
-        num_sequences: at least 2.
+    A Feistel network permutes the numbers of an even number of bits; entries outside of the range, at least 2, are permuted
+    again until they are inside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
     half = np.uint64(-(-(num_sequences - 1).bit_length() // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -79,18 +70,13 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class GlobalBatchSampler(Iterator[tuple[int, ...]]):
     """Infinite iterator over the sequence indices of global batches.
 
-    The global order is epoch 0, epoch 1, ... one after the other, each a permutation of all sequences, and every iteration
-    takes the next `global_batch_size` of it, across an epoch's end if necessary. So the whole state is `consumed_samples`, the
-    number of sequences taken so far over all replicas, and a run resumes exactly from it, under any data-parallel size. How a
-    batch is divided over replicas is decided elsewhere and is no part of the state (`planner.service.replica_balance`).
+    The global order is epoch 0, epoch 1, ..., each a permutation of all sequences (or, without `shuffle`, dataset order), and
+    every iteration takes the next `global_batch_size` of it, across an epoch's end if necessary. So the whole state is
+    `consumed_samples`, the number of sequences taken over all replicas (Megatron's ``consumed_train_samples``), and a run
+    resumes exactly from it, under any data-parallel size: how a batch is divided is decided elsewhere
+    (`planner.service.replica_balance`).
 
-    Args:
-        global_batch_size: sequences per iteration over all replicas.
-        consumed_samples: start position (Megatron's ``consumed_train_samples``).
-        shuffle: False takes the sequences in dataset order in every epoch.
-
-    Raises:
-        EppError: there are no sequences, or the batch size is below 1.
+    Raises `EppError` if there are no sequences, or the batch size is below 1.
     """
 
     def __init__(
@@ -138,18 +124,10 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
 
 
 class TokenBatchSampler(GlobalBatchSampler):
-    """Infinite iterator over the sequence indices of global batches of a number of tokens.
+    """Infinite iterator over global batches of a number of tokens, in the order of `GlobalBatchSampler`.
 
-    The global order is as in `GlobalBatchSampler`. An iteration takes its next sequences until one more would exceed
-    `batch_tokens`, but at least `least` of them. The state is `consumed_samples` as there.
-
-    Args:
-        batch_tokens: most positions of a batch over all replicas, unless `least` sequences have more.
-        least: fewest sequences of a batch: the number of replicas, since each needs one.
-        consumed_samples, seed, shuffle: as `GlobalBatchSampler` takes them.
-
-    Raises:
-        EppError: there are no sequences, or `least` is below 1.
+    An iteration takes its next sequences until one more would exceed `batch_tokens` positions over all replicas, but at least
+    `least`, the number of replicas, each of which needs one. Raises `EppError` if there are no sequences, or no `least`.
     """
 
     def __init__(

@@ -30,36 +30,24 @@ _EXACT = 1 << 24
 
 
 def columns_of(loss: Loss) -> LossColumns:
-    """Return what a loss asks of a batch."""
     optional = getattr(loss, "widths", {}), getattr(loss, "candidates", None), bool(getattr(loss, "has_values", False))
     return LossColumns(loss.columns, loss.average, *optional, loss.scope, getattr(loss, "group_problem", None))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """One sequence.
+    """One sequence. `columns` and `inputs` have values by name, ``[tokens]`` or ``[tokens, width]``."""
 
-    Attributes:
-        tokens: ``[tokens]`` integers, at least 2; for a loss of values one more than the sample has.
-        trained: ``[tokens]``, 1 for a token that is trained where it is a label, 0 for others; None if all are.
-        columns: values by name: ``[tokens]``, where a token's value is about it as a label, so that the first is not used; or
-            one number for all; ``[tokens, width]`` for a column of several values.
-        group: an integer or a text that samples with one loss share; None where losses are not over groups.
-        spans: tokens that are not cut, with their work.
-        payloads: of every span, as it was given.
-        inputs: values by name, ``[tokens]`` or ``[tokens, width]``, about a token as an input.
-        positions: int64 ``[tokens, axes]``; None for places in the sequence.
-        routes: int16 ``[inputs, experts per token]`` by number of layer; empty where routers choose.
-    """
-
-    tokens: np.ndarray
-    trained: np.ndarray | None
+    tokens: np.ndarray  # ``[tokens]`` integers, at least 2; for a loss of values one more than the sample has
+    trained: np.ndarray | None  # ``[tokens]``, 1 for a token that is trained where it is a label, 0 for others; None if all are
+    # A token's value is about it as a label, so that the first is not used; or it is one number for all
     columns: Mapping[str, np.ndarray]
-    group: int | str | None = None
-    spans: tuple[TokenSpan, ...] = ()
-    payloads: tuple[Any, ...] = ()
-    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
-    positions: np.ndarray | None = None
+    group: int | str | None = None  # samples that have it in common share one loss; None where losses are not over groups
+    spans: tuple[TokenSpan, ...] = ()  # tokens that are not cut, with their work
+    payloads: tuple[Any, ...] = ()  # of every span, as it was given
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # a token's value is about it as an input
+    positions: np.ndarray | None = None  # int64 ``[tokens, axes]``; None for places in the sequence
+    # int16 ``[inputs, experts per token]`` by number of layer; empty where routers choose
     routes: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @staticmethod
@@ -70,20 +58,14 @@ class TokenSample:
         vocab_size: int | None = None,
         of_inputs: InputColumns = OF_TOKENS,
     ) -> TokenSample:
-        """Check and convert a sample.
+        """Check and convert a sample: ``tokens``, ``trained`` if not all are, and columns; numbers, arrays or tensors.
 
         For a loss of values ``trained`` and columns are of the token that has been read. A token is put behind the last one
         then, so that all are inputs, and what is of a token is in the place of its successor.
 
-        Args:
-            record: ``tokens``, ``trained`` if not all are, and columns; sequences of numbers, arrays or tensors.
-            asks: what the loss asks for; other columns are not read.
-            of_inputs: columns, positions and routes that the model reads; spans are refused where no function does.
-            vocab_size: tokens must be below it; None for no check.
-
-        Raises:
-            EppError: a column is missing, or of another length or width than it must be, or no number; a token or an expert is
-                unknown; or spans overlap, reach beyond the inputs, or have nothing that reads them.
+        Raises `EppError` if a column is missing, or of another length or width than it must be, or no number; a token (without
+        `vocab_size`, any is right) or an expert is unknown; or spans overlap, reach beyond the inputs, or no function of
+        `of_inputs` reads them.
         """
         if TOKENS not in record:
             raise EppError(f"{what} has no {TOKENS}")
@@ -123,7 +105,6 @@ class TokenSample:
         return sample._of_inputs() if asks.has_values else sample
 
     def _of_inputs(self) -> TokenSample:
-        """Return this sample with what is of each token in the place of its successor."""
         tokens = np.append(self.tokens, PADDING_TOKEN)
         mask = None if self.trained is None else np.insert(self.trained, 0, 0)
         columns = {name: x if x.ndim == 0 else np.concatenate([x[:1], x]) for name, x in self.columns.items()}
@@ -131,18 +112,10 @@ class TokenSample:
 
 
 class Samples:
-    """Samples in memory. Implements `ColumnDataset`.
+    """Samples in memory. Implements `ColumnDataset`. Errors call samples by their `names`, by default ``sample 0`` and so on.
 
-    Args:
-        samples: of which each is a sequence.
-        names: of samples in errors; by default ``sample 0`` and so on.
-
-    Attributes:
-        groups: sequences with one loss, each in one of them, for losses over sequences or groups; empty for losses over tokens.
-        has_routes: routers replay those of the samples.
-
-    Raises:
-        EppError: a group of samples is not as the loss needs it, or only some samples have routes.
+    `groups` are sequences with one loss, each in one of them; empty for losses over tokens. With `has_routes`, routers replay
+    those of the samples. Raises `EppError` if a group is not as the loss needs it, or only some samples have routes.
     """
 
     def __init__(
@@ -172,29 +145,23 @@ class Samples:
         return len(self._samples)
 
     def num_trained(self) -> list[int]:
-        """Return the number of trained labels of every sequence."""
         return [len(sample.tokens) - 1 if sample.trained is None else int(sample.trained[1:].sum()) for sample in self._samples]
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Return tokens ``[start, end)`` of a sequence."""
         return self._samples[index].tokens[start:end]
 
     def trained(self, index: int, start: int, end: int) -> np.ndarray | None:
-        """Return the mask of tokens ``[start, end)`` of a sequence; None if all tokens are trained."""
         mask = self._samples[index].trained
         return None if mask is None else mask[start:end]
 
     def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
-        """Return the values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``."""
         values = self._samples[index].columns[name]
         return np.broadcast_to(values, end - start) if values.ndim == 0 else values[start:end]
 
     def spans(self, index: int) -> tuple[TokenSpan, ...]:
-        """Return the spans of a sequence, ascending."""
         return self._samples[index].spans
 
     def payload(self, index: int, span: int) -> Any:
-        """Return what a sample gave for one of its spans."""
         return self._samples[index].payloads[span]
 
     def input_column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
@@ -222,12 +189,7 @@ def read_samples(
 ) -> Samples:
     """Read a file with a sample in each record (`records`): an object with ``tokens``, ``trained``, columns, and its ``group``.
 
-    Args:
-        vocab_size: tokens must be below it; None for no check.
-        routing: of the model's experts; None without these.
-
-    Raises:
-        EppError: the file cannot be read, a sample is not one, or is longer than `most_tokens`; the message names the line.
+    Raises `EppError`, which names the line, if the file cannot be read, or a sample is not one, or longer than `most_tokens`.
     """
     samples, names = [], []
     for where, record in records(path, lambda kind, number: f"{path}: {kind} {number}"):
@@ -268,7 +230,6 @@ def _group(sample: Mapping[str, Any], what: str) -> int | str:
 
 
 def _check_tokens(numbers: np.ndarray, vocab_size: int, what: str) -> None:
-    """Raise `EppError` for a token that the vocabulary has not."""
     if numbers.size and (numbers.max() >= vocab_size or numbers.min() < 0):
         strange = numbers.max() if numbers.max() >= vocab_size else numbers.min()
         raise EppError(f"{what} {int(strange)}, and the vocabulary {vocab_size} entries")
@@ -287,7 +248,6 @@ def _column(values: Any, num_tokens: int, what: str, width: int | None = None) -
 def _spans(
     record: Mapping[str, Any], what: str, num_inputs: int, asked: InputColumns
 ) -> tuple[tuple[TokenSpan, ...], tuple[Any, ...]]:
-    """Return the spans of a record, ascending, and their payloads."""
     if not (listed := record.get(SPANS)):
         return (), ()
     if asked.names is None:

@@ -35,21 +35,13 @@ _SAMPLE = (
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Properties that distinguish tokenizers.
+    """Properties that distinguish tokenizers."""
 
-    Attributes:
-        kind: Megatron's ``tokenizer_type``.
-        model: its name or path; None if it has none.
-        vocab_size: all ids are below it, `eod` included.
-        eod: the id that ends a document; None if there is none.
-        digest: of a text's ids (`digest_of`); None if it reads ids instead of text (``NullTokenizer``).
-    """
-
-    kind: str
-    model: str | None
-    vocab_size: int
+    kind: str  # Megatron's ``tokenizer_type``
+    model: str | None  # its name or path; None if it has none
+    vocab_size: int  # all ids are below it, `eod` included, which ends a document
     eod: int | None
-    digest: str | None
+    digest: str | None  # of a text's ids (`digest_of`); None if it reads ids instead of text (``NullTokenizer``)
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.kind, self.model, f"(vocabulary of {self.vocab_size:,})")))
@@ -61,11 +53,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def missing_tokenizer(kind: str, model: str) -> str | None:
-    """Return which file or folder of a tokenizer is missing; None if nothing is, or if it may be the name of one on a hub.
-
-    Args:
-        kind: Megatron's ``tokenizer_type``.
-    """
+    """Return which file or folder of a tokenizer is missing; None if nothing is, or if it may be the name of one on a hub."""
     if os.path.exists(model) or "://" in model:
         return None
     if kind in _OF_A_FILE:
@@ -84,14 +72,7 @@ def is_of_hub(kind: str, model: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Record of the tokens of a pair.
-
-    Attributes:
-        tokenizer: the tokenizer that made them.
-        flags: Megatron's flags that give a run this tokenizer.
-        num_documents, num_tokens: of the written pair, to detect another pair under the same name.
-        max_token: the largest id.
-    """
+    """Record of a pair's tokens, with numbers that tell it from another; `flags` are Megatron's for this tokenizer."""
 
     tokenizer: Tokenizer
     flags: str
@@ -100,16 +81,11 @@ class TokenRecord:
     max_token: int
 
     def save(self, path: str) -> None:
-        """Write the record. Raises OSError."""
         write_text(path, json.dumps(_FORMAT.head | asdict(self), indent=1) + "\n")
 
 
 def load_record(prefix: str) -> TokenRecord | None:
-    """Read the record of a pair; None if there is none.
-
-    Raises:
-        EppError: it cannot be read.
-    """
+    """Read the record of a pair; None if there is none. Raises `EppError` if it cannot be read."""
     path = prefix + SUFFIX
     if not os.path.exists(path):
         return None
@@ -137,13 +113,10 @@ _FORMAT = FileFormat(
 
 
 def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_eod: bool = False) -> None:
-    """Raise `EppError` if tokens are not from a run's tokenizer.
+    """Raise `EppError` if tokens are not from a run's tokenizer, or with `masks_eod`, its ends of documents are others.
 
     Two tokenizers are the same if they make the same ids of a text, whatever the names and paths of their models. Tokens that
     are bytes, or were ids before, are compatible with a ``NullTokenizer`` of any vocabulary that includes them.
-
-    Args:
-        masks_eod: True if the run uses ends of documents (``eod_mask_loss``).
     """
     tokenizer = record.tokenizer
     same = tokenizer.digest == run.digest and (tokenizer.digest is not None or tokenizer.kind == run.kind)
@@ -159,12 +132,7 @@ def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_e
 
 
 def check_kind(prefix: str, record: TokenRecord, kind: str, model: str | None) -> None:
-    """Raise `EppError` if a run's tokenizer reads text and the tokens are bytes or ids, or the reverse. This check needs the
-    run's flags only.
-
-    Args:
-        kind, model: of the run's tokenizer, as in `Tokenizer`.
-    """
+    """Raise `EppError` if tokens are text and a run's tokenizer, by its flags, reads bytes or ids, or the reverse."""
     if (record.tokenizer.kind == _IDS) != (kind == _IDS):
         raise _refusal(prefix, record, " ".join(filter(None, (kind, model))))
 
@@ -188,9 +156,7 @@ def check_ids(prefix: str, ids: np.ndarray, vocab_size: int, first: int = 0) -> 
 
 
 def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:
-    """Digest, of 16 hexadecimal digits, of the ids that a tokenizer makes of a text, without ids that it adds to any text; None
-    if it reads ids instead of text.
-    """
+    """Digest (16 hex digits) of a tokenizer's ids of a sample text, without ids added to any text; None if it reads ids."""
     try:
         around = set(tokenize(""))
         ids = [int(each) for each in tokenize(_SAMPLE) if each not in around]

@@ -32,13 +32,12 @@ class TrainedLabels(NamedTuple):
 def trained_labels(
     read: Callable[[int, int], Mask], first: int, num_tokens: Index, limit: int | None = None
 ) -> Iterator[TrainedLabels]:
-    """Yield the trained labels of consecutive documents, for blocks of documents.
+    """Yield the trained labels of consecutive documents of these tokens each, truncated to `limit` positions, for blocks of
+    them.
 
     Args:
         read: returns the mask of tokens from one to before another of a pair.
         first: number of the pair's tokens before the first document.
-        num_tokens: [documents], tokens of each.
-        limit: positions to which documents are truncated; None if they are not.
     """
     ends = np.cumsum(num_tokens, dtype=np.int64)
     document = 0

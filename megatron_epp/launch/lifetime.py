@@ -41,10 +41,7 @@ _REFUSAL_KEY, _EXIT_CODE_KEY = "megatron_epp", "exit_code"
 
 
 def end_with_launcher() -> None:
-    """Make this process end with the torchrun that started it; do nothing if none did.
-
-    torchrun by itself leaves ranks running when it is killed.
-    """
+    """Make this process end with the torchrun that started it, if any, which by itself leaves ranks running when killed."""
     if _UNDER_TORCHRUN not in os.environ or multiprocessing.parent_process() is not None:
         return
     end_with_parent()
@@ -67,7 +64,6 @@ def end_with_parent() -> None:
 
 
 def run_until_parent_ends(target: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """Run the target of a `multiprocessing` process, which ends when its parent does."""
     threading.Thread(target=_end_after_parent, name="end with parent", daemon=True).start()
     return target(*args, **named)
 
@@ -83,13 +79,7 @@ def _end_after_parent() -> None:
 
 @contextlib.contextmanager
 def launcher_folder() -> Iterator[Path]:
-    """Make a new temporary folder, named in the environment and locked as long as this process lives.
-
-    Abandoned folders of launchers of the same user are removed.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a folder, named in the environment and locked while this process lives; remove abandoned ones. Raises OSError."""
     _sweep(Path(tempfile.gettempdir()))
     folder, handle = _locked()
     os.environ[FOLDER_VARIABLE] = str(folder)
@@ -126,7 +116,6 @@ def _prefix() -> str:
 
 
 def _locked() -> tuple[Path, int]:
-    """Make a new folder; return it and the open file that locks it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_prefix()))
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -161,11 +150,7 @@ def _sweep(parent: Path) -> None:
 
 
 def hand_over(text: str, exit_code: int) -> bool:
-    """Write a refusal for the launcher. Return True if the launcher is this package's own, which repeats it at the end.
-
-    Args:
-        exit_code: with which the launcher is to end.
-    """
+    """Write a refusal for the launcher to end with; return True if that is this package's own, which repeats it at the end."""
     path = os.environ.get(FILE_VARIABLE)
     if not path:
         return False
@@ -179,8 +164,6 @@ def hand_over(text: str, exit_code: int) -> bool:
 
 
 class Refusal(NamedTuple):
-    """Refusal of a rank: its text, and the exit code for its launcher."""
-
     text: str
     exit_code: int
 

@@ -31,7 +31,6 @@ def cpu_name() -> str:
 
 
 def version_of(package: str) -> str | None:
-    """Version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -39,7 +38,6 @@ def version_of(package: str) -> str | None:
 
 
 def count_gpus() -> int:
-    """Number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count()
@@ -63,10 +61,7 @@ def has_room_for(num_ranks: int) -> bool:
 
 
 def sharing_gpus(num_ranks: int) -> dict[str, str]:
-    """Variables for ranks of this machine that outnumber its GPUs, one GPU per rank in turn; none if there are enough.
-
-    NCCL 2.30 and later let ranks share a GPU where they are allowed to; earlier ones refuse it.
-    """
+    """Variables for ranks that share GPUs of this machine in turn, as NCCL 2.30 and later can; none if there are enough."""
     if num_ranks <= (gpus := count_gpus()):
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
@@ -90,10 +85,7 @@ def free_port() -> int:
 
 
 def allocator_variables(torch_version: str) -> tuple[str, ...]:
-    """Environment variables from which this torch reads settings of its GPU memory allocator, the preferred one first.
-
-    2.9 renamed the variable and still reads the old name.
-    """
+    """Variables of torch's GPU memory allocator, the preferred one first; 2.9 renamed it, and still reads the old one."""
     old = ("PYTORCH_CUDA_ALLOC_CONF",)
     major, minor = (int(number) for number in torch_version.split(".")[:2])
     return ("PYTORCH_ALLOC_CONF", *old) if (major, minor) >= (2, 9) else old

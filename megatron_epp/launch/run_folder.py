@@ -32,16 +32,10 @@ def new_run_id() -> str:
 
 
 def hold(folder: str | os.PathLike[str], run: str) -> None:
-    """Hold a folder, which is made if needed, until this process ends.
+    """Hold a folder into which a run writes, which is made if needed, until this process ends.
 
     The lock is one of POSIX, which processes started later do not inherit and which network file systems know. Where the file
-    system has none, a warning says so.
-
-    Args:
-        folder: into which the run writes.
-
-    Raises:
-        EppError: another run holds the folder, or it cannot be written.
+    system has none, a warning says so. Raises `EppError` if another run holds the folder, or it cannot be written.
     """
     path = Path(folder).resolve() / LOCK
     if path in _held:
@@ -74,7 +68,6 @@ def _say(handle: int, run: str) -> None:
 
 
 def _holder(handle: int) -> str:
-    """Format what the holder of a lock says of itself."""
     try:
         about: Any = parse_json(os.pread(handle, _MOST_BYTES, 0), "the lock")
     except (OSError, EppError):

@@ -23,12 +23,10 @@ class SuggestingParser(argparse.ArgumentParser):
     """Argument parser that names the nearest of the names it knows where it is given another one."""
 
     def named(self, unknown: Sequence[str]) -> str:
-        """Format the words that no argument takes: flags with the nearest ones, or all words if none of them is a flag."""
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         return " ".join([f"{flag}{nearest(flag, self._option_string_actions)}" for flag in flags] or unknown)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and keep the words for errors."""
         self.words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
@@ -49,7 +47,6 @@ class TrainingParser(SuggestingParser):
     """Parser of a training script that raises `EppError` where argparse exits with its usage, here hundreds of lines."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does. Raises `EppError` for a word that no flag takes."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"there is no {self.named(unknown)}")
@@ -69,10 +66,8 @@ def argv_of(settings: Settings, parser: argparse.ArgumentParser) -> list[str]:
     """Convert a run's settings to command line arguments of the training script, which has this parser.
 
     ``true`` gives a switch, ``false`` its opposite if there is one, ``null`` nothing; a list gives several values. An `epp`
-    section gives ``--epp`` and its keys with the prefix, unless it has ``enabled: false``.
-
-    Raises:
-        EppError: a key is not a flag (the message names the most similar one), or no value of one.
+    section gives ``--epp`` and its keys with the prefix, unless it has ``enabled: false``. Raises `EppError` if a key is not a
+    flag (the message names the most similar one), or no value of one.
     """
     values = {f"megatron.{key}": (key, value) for key, value in settings.megatron.items()}
     epp = {"enabled": False} if settings.epp is None else {"enabled": True} | settings.epp
@@ -90,11 +85,7 @@ def argv_of(settings: Settings, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def words_of(key: str, option: str, action: argparse.Action, value: Any) -> list[str]:
-    """Return a value of a settings file as words of the command line, whose number and types the parser checks.
-
-    Raises:
-        EppError: the value would be read as another one; the message begins with `key`.
-    """
+    """Return a value as words of the command line. Raises `EppError`, about `key`, if it would be read as another one."""
     if value is None:
         return []
     if action.nargs == 0:

@@ -17,34 +17,22 @@ from megatron_epp.plan.yaml_files import FOLDERS, locate, parse_yaml, read_yaml
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The `launch` section, which starts a run. Raises EppError for an invalid value.
-
-    Attributes:
-        nodes: number of nodes.
-        node_rank: of this node. Node 0 hosts torchrun's rendezvous and saves the settings; logs are named by it.
-        processes_per_node: one for each GPU; None counts GPUs, and without any starts the ranks that the parallel sizes need.
-        master_addr, master_port: address on which node 0 hosts the rendezvous of several nodes.
-        wait_seconds: time limit for all nodes to start.
-        torchrun: more options of torchrun, in the syntax of a shell; they take precedence over this section.
-        script: a custom `pretrain_gpt.py`; None uses the one of this package.
-        folder: folder in which the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
-        name: of the run, and of its folder.
-        full_log: print all that Megatron prints; otherwise the short form, with all of it in a file of the folder.
-        environment: variables to set unless they are set already; None as a value omits one.
-    """
+    """The `launch` section, which starts a run. Raises EppError for an invalid value."""
 
     nodes: int = 1
-    node_rank: int = 0
+    node_rank: int = 0  # of this node. Node 0 hosts torchrun's rendezvous and saves the settings; logs are named by it.
+    # One for each GPU; None counts GPUs, and without any starts the ranks that the parallel sizes need
     processes_per_node: int | None = None
+    # master_addr, master_port: address on which node 0 hosts the rendezvous of several nodes
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
-    wait_seconds: int = 300
-    torchrun: str = ""
-    script: str | None = None
-    folder: str | None = None
+    wait_seconds: int = 300  # time limit for all nodes to start
+    torchrun: str = ""  # more options of torchrun, in the syntax of a shell; they take precedence over this section
+    script: str | None = None  # a custom `pretrain_gpt.py`; None uses the one of this package
+    folder: str | None = None  # folder in which the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``
     name: str = "train"
-    full_log: bool = False
-    environment: dict[str, Any] | None = None
+    full_log: bool = False  # print all that Megatron prints; otherwise the short form, with all of it in a file of the folder
+    environment: dict[str, Any] | None = None  # variables to set unless they are set already; None as a value omits one
 
     def __post_init__(self) -> None:
         last, processes = self.nodes - 1, self.processes_per_node
@@ -79,24 +67,17 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings with all references replaced. OmegaConf takes the sections and their types from here.
+    """Settings with all references replaced. OmegaConf takes the sections and their types from here."""
 
-    Attributes:
-        cluster: intended kind of machine.
-        megatron: Megatron's flags, with underscores.
-        epp: flags of this package without prefix; None trains without ``--epp``.
-        text: the same in YAML, with references such as ``${oc.env:HF_TOKEN}``, so that saved files hold no secrets.
-    """
-
-    cluster: str | None = None
-    megatron: dict[str, Any] = field(default_factory=dict)
-    epp: dict[str, Any] | None = None
+    cluster: str | None = None  # intended kind of machine
+    megatron: dict[str, Any] = field(default_factory=dict)  # Megatron's flags, with underscores
+    epp: dict[str, Any] | None = None  # flags of this package without prefix; None trains without ``--epp``
     launch: Launch = field(default_factory=Launch)
+    # The same in YAML, with references such as ``${oc.env:HF_TOKEN}``, so that saved files hold no secrets
     text: str = field(default="", metadata={"omegaconf_ignore": True})
 
     @property
     def folder(self) -> Path:
-        """Folder in which the run's settings are saved."""
         return Path(self.launch.folder or self.megatron.get("save") or Path("runs") / self.launch.name)
 
     @property
@@ -109,13 +90,12 @@ class Settings:
 def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Settings:
     """Merge files and overrides; later ones take precedence, and a file takes precedence over its includes.
 
+    Raises `EppError`, which names the file or the override, if a file is missing, not YAML, or includes itself; a section or a
+    key of `launch` is unknown; a value is invalid; an override has no ``=``.
+
     Args:
         files: paths, or names of shipped files such as ``recipes/llama3-8b-128k``.
         overrides: ``megatron.lr=1e-4``, ``epp.placement=v``; a key without a section is one of Megatron's. ``null`` unsets.
-
-    Raises:
-        EppError: a file is missing, not YAML, or includes itself; a section or a key of `launch` is unknown; a value is
-            invalid; an override has no ``=``. The message names the file or the override.
     """
     from omegaconf import OmegaConf  # which `megatron-core[training]` brings
 

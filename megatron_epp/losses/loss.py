@@ -78,8 +78,7 @@ class Rows:
     def sums(self, values: Tensor) -> Tensor:
         """Sum `values` ``[n]`` over the trained tokens of every sequence, each counted as its weight says: ``[sequences]``.
 
-        Raises:
-            EppError: the loss is over tokens, whose calls may have parts of sequences.
+        Raises `EppError` if the loss is over tokens, whose calls may have parts of sequences.
         """
         if self.sequence is None:
             raise EppError(
@@ -93,10 +92,8 @@ class Rows:
         return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=torch.finfo(values.dtype).tiny)
 
     def over_groups(self, values: Tensor) -> Tensor:
-        """Sum values of sequences over every group: ``[sequences]``, at the group's number; 0 at others.
-
-        Raises:
-            EppError: the loss is not over groups.
+        """Sum values of sequences over every group: ``[sequences]``, at the group's number, 0 at others. Raises `EppError`
+        unless the loss is over groups.
         """
         if self.group is None or self.sequence is None:
             raise EppError("a loss that adds up over groups of sequences needs Scope.GROUP")
@@ -178,8 +175,7 @@ class NextToken:
 def load_loss(text: str) -> Loss:
     """Import a loss by ``module:name``: an object with the attributes of `Loss`, or a class or function that makes one.
 
-    Raises:
-        EppError: there is none of this name, or it is no loss.
+    Raises `EppError` if there is none of this name, or it is no loss.
     """
     try:
         loss = resolve_name(text)
@@ -195,11 +191,7 @@ def load_loss(text: str) -> Loss:
 
 
 def checked_loss(candidate: Any, text: str) -> Loss:
-    """Return a loss, which `text` names in errors.
-
-    Raises:
-        EppError: it is no loss, or what it asks for does not go together.
-    """
+    """Return a loss, `text` in errors. Raises `EppError` if it is none, or what it asks for does not go together."""
     missing = [name for name in _ATTRIBUTES if not hasattr(candidate, name)] + ["__call__"] * (not callable(candidate))
     if missing:
         raise EppError(f"{text} is no loss: it has no {', '.join(missing)} (see megatron_epp.losses.Loss)")

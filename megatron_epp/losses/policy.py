@@ -38,11 +38,8 @@ def _clipped(
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of ratios, given their logarithms, and where clipping changes them: ``[n]`` each.
 
-    Args:
-        exponents: logarithms of the ratios, ``[n]``.
-        advantages: ``[n]``.
-        low, high: a ratio counts from ``1 - low``, where the advantage is negative, and to ``1 + high``, where it is not.
-        most: a ratio counts to this where the advantage is negative; None for no such limit.
+    A ratio counts from ``1 - low``, where the advantage is negative, and to ``1 + high``, where it is not; where it is
+    negative, also to `most`.
     """
     negative = advantages < 0
     limits = torch.full_like(exponents, 1 + high).masked_fill(negative, math.inf if most is None else most)

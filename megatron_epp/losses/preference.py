@@ -69,7 +69,6 @@ class Preference:
         return (PREFERRED, *[REFERENCE] * self.has_reference)
 
     def group_problem(self, columns: Sequence[Mapping[str, np.ndarray]]) -> str:
-        """Say what is wrong with a group, given the columns of its samples."""
         return _pair_problem(columns)
 
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
@@ -107,7 +106,6 @@ class Reward:
         check_settings(self, at_least={"centre": 0})
 
     def group_problem(self, columns: Sequence[Mapping[str, np.ndarray]]) -> str:
-        """Say what is wrong with a group, given the columns of its samples."""
         return _pair_problem(columns)
 
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:

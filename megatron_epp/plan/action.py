@@ -17,7 +17,7 @@ ADDED = dict.fromkeys(
     ("A", "G", "SEND_QKV", "RECV_QKV", "SEND_A", "RECV_A", "SEND_DA", "RECV_DA", "SEND_DQKV", "RECV_DQKV"),
     "megatron_epp.contrib.helix.attention_operations",
 )
-"""Operations of other packages, each with the module that defines it, which is imported when a plan names the operation."""
+"""Operations of other packages, each with the module that defines it, imported when a plan names the operation."""
 
 
 class Op(str):
@@ -65,7 +65,6 @@ class Op(str):
 
     @classmethod
     def known(cls) -> tuple[Op, ...]:
-        """All operations, in the order of their definition."""
         return tuple(cls._known.values())
 
     def __repr__(self) -> str:
@@ -81,10 +80,8 @@ for _text in _DEFINED.split():
 
 
 class Action(NamedTuple):
-    """One operation of one stage on one chunk.
-
-    `stage` is the index of the operation's site: a stage for all operations of this package, or, for an added one, whatever
-    its `Operation.sites` counts, such as shards of the vocabulary.
+    """One operation of one stage on one chunk. `stage` is the index of the operation's site: a stage for all operations of this
+    package, or, for an added one, whatever its `Operation.sites` counts, such as shards of the vocabulary.
     """
 
     op: Op

@@ -21,12 +21,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """An ordered list of segments that run together.
+    """An ordered list of segments that run together (InfiniPipe, section III).
 
-    Three kinds occur (InfiniPipe, section III): *batched*, whole short sequences; *split*, one slice of a long sequence;
-    *hybrid*, a slice of a long sequence plus whole short ones. A slice is the first segment, so that the keys and values of its
-    prefix lie in front of the rest in one buffer. Behind the end of a long sequence another one may begin: it goes on in the
-    next chunk.
+    It is *batched*, whole short sequences; *split*, one slice of a long sequence; or *hybrid*, a slice plus whole short ones. A
+    slice is the first segment, so that the keys and values of its prefix lie in front of the rest in one buffer. Behind the end
+    of a long sequence another one may begin, which goes on in the next chunk.
     """
 
     segments: tuple[Segment, ...]
@@ -40,22 +39,14 @@ class Chunk:
         return -(-self.num_tokens // multiple) * multiple
 
     def slice_of(self, lengths: Sequence[int]) -> Segment | None:
-        """The first segment that is part of a longer sequence, or None when every sequence is whole.
-
-        Args:
-            lengths: tokens of every sequence of the batch.
-        """
+        """Return the first segment if it is part of a longer sequence, given the tokens of every sequence of the batch."""
         for segment in self.segments:
             if segment.start > 0 or segment.end < lengths[segment.sequence]:
                 return segment
         return None
 
     def begun_of(self, lengths: Sequence[int]) -> Segment | None:
-        """The last segment, if it begins a longer sequence behind the end of another one; else None.
-
-        Args:
-            lengths: tokens of every sequence of the batch.
-        """
+        """Return the last segment if it begins a longer sequence behind the end of another one."""
         for last in self.segments[1:][-1:]:
             if self.segments[0].start > 0 == last.start and last.end < lengths[last.sequence]:
                 return last
@@ -70,20 +61,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Chunks that hold what is just before each chunk's first segment, and what is just after the segment that goes on, in
-    their sequences; None if there is none.
-    """
+    """Chunks that hold what is just before each chunk's first segment, and just after the segment that goes on, or None."""
 
     previous: tuple[int | None, ...]
     following: tuple[int | None, ...]
 
 
 def slice_neighbours(chunks: Sequence[Chunk]) -> Neighbours:
-    """Link the slices of each sequence in token order.
-
-    Args:
-        chunks: the chunk table. Segments that are not adjacent get no link; `check` reports them.
-    """
+    """Link the slices of each sequence in token order. Segments that are not adjacent get no link; `check` reports them."""
     starts = {(s.sequence, s.start): c for c, chunk in enumerate(chunks) for s in chunk.segments}
     previous: list[int | None] = [None] * len(chunks)
     following: list[int | None] = [None] * len(chunks)

@@ -50,7 +50,7 @@ def _not_a(noun: str, value: Any) -> MalformedError:
 
 
 def _converted(entries: Iterable[tuple[str | int, Converter, Any]]) -> list[Any]:
-    """Return what readers make of values. Raises `MalformedError`, whose path begins with the name or position of the value."""
+    """Convert values. Raises `MalformedError`, whose path begins with the name or position of the value."""
     values: list[Any] = []
     key: str | int = ""
     try:
@@ -65,31 +65,22 @@ def _converted(entries: Iterable[tuple[str | int, Converter, Any]]) -> list[Any]
 
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """Conversion of values to plain data of JSON and back.
+    """Conversion of values to plain data of JSON and back."""
 
-    Attributes:
-        readers: of types that are no dataclasses or tuples of values; they raise `EppError`, TypeError or ValueError.
-        to_plain: formats values of these types; others are numbers and text, which are converted to their field's type.
-        least, most: limits of numbers, by the field's name.
-        least_of_others: smallest number in other fields; the largest are `MOST_NUMBER` and `MOST_WHOLE`.
-        ignores_unknown: objects may have names that are not fields.
-    """
-
+    # Of types that are no dataclasses or tuples of values; they raise `EppError`, TypeError or ValueError
     readers: Mapping[type, Converter] = field(default_factory=dict)
+    # Formats values of these types; others are numbers and text, which are converted to their field's type
     to_plain: Mapping[type, Converter] = field(default_factory=dict)
-    least: Mapping[str, float] = field(default_factory=dict)
-    most: Mapping[str, float] = field(default_factory=dict)
-    least_of_others: float = -MOST_NUMBER
-    ignores_unknown: bool = False
+    least: Mapping[str, float] = field(default_factory=dict)  # limits of numbers, by the field's name
+    most: Mapping[str, float] = field(default_factory=dict)  # limits of numbers, by the field's name
+    least_of_others: float = -MOST_NUMBER  # smallest number in other fields; the largest are `MOST_NUMBER` and `MOST_WHOLE`
+    ignores_unknown: bool = False  # objects may have names that are not fields
 
     def read[T](self, kind: type[T], body: Any, *, ignore_unknown: bool = False) -> T:
         """Make a dataclass of a JSON object; null stands for a missing field.
 
-        Args:
-            ignore_unknown: of this object only; names that resemble a missing field are refused all the same.
-
-        Raises:
-            MalformedError: it is not an object, or a field is missing, unknown, of another type, or outside its limits.
+        Raises `MalformedError` if it is no object, or a field is missing, unknown, of another type, or outside its limits. With
+        `ignore_unknown`, other fields of this object alone are ignored, but not names that resemble a missing field.
         """
         if not isinstance(body, dict):
             raise _not_a("a JSON object", body)
@@ -110,7 +101,6 @@ class Codec:
 
     @cache  # noqa: B019 - codecs are constants of modules
     def reader(self, hint: Any, name: str = "") -> Converter:
-        """Return the function that reads values of a type, in a field of this name."""
         if isinstance(hint, types.UnionType):  # with None
             read = self.reader(get_args(hint)[0], name)
             return lambda value: None if value is None else read(value)
@@ -167,7 +157,6 @@ _PLAIN: dict[Any, str] = {str: "text", bool: "true or false"}
 
 @cache
 def hints_of(kind: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, or of a named tuple's."""
     return get_type_hints(kind)
 
 
@@ -196,13 +185,7 @@ def _read_named_tuple(kind: Any, readers: Sequence[Converter], value: Any) -> An
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
-    """A kind of file: a JSON object with a schema and a version.
-
-    Attributes:
-        name: used in error messages.
-        schema, version: values of these fields in the file.
-        codec: of the values.
-    """
+    """A kind of file: a JSON object with a schema and a version. `name` is for error messages."""
 
     name: str
     schema: str
@@ -233,14 +216,7 @@ class FileFormat:
         return self.codec.read(kind, body, ignore_unknown=True)
 
     def read[T](self, kind: type[T], text: str, check: Callable[[T], None]) -> T:
-        """Read what `write` wrote.
-
-        Args:
-            check: raises `EppError` if fields contradict each other.
-
-        Raises:
-            EppError: the text is something else.
-        """
+        """Read what `write` wrote. Raises `EppError` for another text, or from `check`, if fields contradict each other."""
         try:
             value = self.parse(kind, text)
             check(value)

@@ -29,29 +29,19 @@ class PlanColumns:
     """The steps of a plan, numbered along the tracks, and their actions in that order.
 
     A track is a list that runs one step at a time: the compute list of every rank, then the copy list of every rank.
-
-    Attributes:
-        steps: the steps of all tracks, track after track.
-        tracks: the numbers of each track's steps.
-        num_ranks: tracks of compute; copies of rank ``r`` are track ``num_ranks + r``.
-        time_us, alloc_bytes, free_bytes: of each step.
-        ops: operations that occur.
-        op: operation of each action, an index in `ops`.
-        site, chunk: of each action.
-        step: the step of each action.
     """
 
     steps: list[AnyStep]
-    tracks: list[range]
+    tracks: list[range]  # the numbers of each track's steps; copies of rank ``r`` are track ``num_ranks + r``
     num_ranks: int
     time_us: Floats
     alloc_bytes: Bytes
     free_bytes: Bytes
-    ops: tuple[Op, ...]
-    op: Integers
-    site: Integers
-    chunk: Integers
-    step: Integers
+    ops: tuple[Op, ...]  # operations that occur
+    op: Integers  # operation of each action, an index in `ops`
+    site: Integers  # of each action
+    chunk: Integers  # of each action
+    step: Integers  # of each action
 
     @property
     def num_compute(self) -> int:
@@ -62,7 +52,6 @@ class PlanColumns:
         return Action(self.ops[self.op[index]], int(self.site[index]), int(self.chunk[index]))
 
     def of(self, op: Op) -> Integers:
-        """Return the indices of an operation's actions."""
         return np.flatnonzero(self.op == self.ops.index(op)) if op in self.ops else np.zeros(0, dtype=np.int64)
 
     def without_copies(self) -> PlanColumns:
@@ -77,7 +66,6 @@ class PlanColumns:
         )
 
     def ranks(self) -> Integers:
-        """Return the rank of each step."""
         return np.repeat(np.arange(len(self.tracks)) % self.num_ranks, list(map(len, self.tracks)))
 
     def where(self, number: int) -> tuple[int, int]:
@@ -89,7 +77,6 @@ class PlanColumns:
 
 
 def columns_of(plan: Plan) -> PlanColumns:
-    """Return the steps and actions of a plan as columns."""
     rows: list[tuple[AnyStep, ...]] = [*plan.ranks, *(plan.copies or ((),) * plan.num_ranks)]
     steps = list(chain.from_iterable(rows))
     tracks = [range(*ends) for ends in pairwise(accumulate(map(len, rows), initial=0))]
@@ -123,19 +110,13 @@ def byte_column(values: Sequence[int]) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The steps in which a plan has each action.
+    """The steps in which a plan has each action."""
 
-    Attributes:
-        numbers: by operation, the number of the step, ``[site][chunk]``; `NO_STEP` if the plan does not have the action.
-        ops: operations with an action in a list into which they belong.
-        unknown: indices of actions that do not belong into their list, or are of a site or chunk that does not exist.
-        repeated: indices of other actions that occur before.
-    """
-
+    # By operation, the number of the step, ``[site][chunk]``; `NO_STEP` if the plan does not have the action
     numbers: Mapping[Op, Integers]
-    ops: frozenset[Op]
-    unknown: Integers
-    repeated: Integers
+    ops: frozenset[Op]  # operations with an action in a list into which they belong
+    unknown: Integers  # indices of actions that do not belong into their list, or are of a site or chunk that does not exist
+    repeated: Integers  # indices of other actions that occur before
 
     def number(self, action: Action) -> int | None:
         """Number of the step of an action; None if the plan does not have it."""
@@ -152,11 +133,7 @@ class Listed:
 
 
 def listed(plan: Plan, columns: PlanColumns) -> Listed:
-    """Find the step of every action.
-
-    Args:
-        plan: a plan with a stage, whose tables have the right shapes.
-    """
+    """Find the step of every action of a plan that has a stage, and tables of the right shapes."""
     op, site, chunk, num_chunks = columns.op, columns.site, columns.chunk, len(plan.chunks)
     kinds = [operation(op) if is_defined(op) else None for op in columns.ops]
     sizes = np.array([0 if kind is None else len(kind.sites(plan.placement)) for kind in kinds], dtype=np.int64)
@@ -188,12 +165,7 @@ def entries(rows: Sequence[Sequence[float]]) -> Floats:
 
 
 def positions(rows: Sequence[Sequence[float]], chosen: Booleans) -> Iterator[tuple[int, int]]:
-    """Yield row and position of every chosen number.
-
-    Args:
-        rows: as `entries` takes it.
-        chosen: for each number in the result of that.
-    """
+    """Yield row and position of every number that is chosen, one flag for each in the result of `entries`."""
     if chosen.any():
         sizes = list(map(len, rows))
         row = np.repeat(np.arange(len(sizes)), sizes)[chosen]

@@ -11,7 +11,7 @@ LARGEST_MESH = 64
 """Most members of a group whose ranks are all connected to each other. A job of 512 ranks in one such group has 130,816
 connections, each a socket at both ends."""
 _CTAS = 4
-"""Number of CTAs of a communicator, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
+"""CTAs of a communicator, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
 _LARGEST_SHARE = 4
 """Inverse of the largest share of a device's SMs that all communicators of a rank may hold together."""
 
@@ -32,10 +32,7 @@ def directions(*placements: Sequence[int]) -> list[Direction]:
 
     In this order they cannot deadlock: of all pairs that still wait, both ranks of the first one have reached it. Neighbours
     whose lower rank is even come first, then pairs whose lower rank is odd. So pairs meet side by side, and many ranks take no
-    longer than few.
-
-    Args:
-        placements: each the rank of every stage.
+    longer than few. Each of the placements gives the rank of every stage.
     """
     hops = {(rank, after) for placement in placements for rank, after in pairwise(placement) if rank != after}
     return sorted({Direction(*hop, False) for hop in hops} | {Direction(*hop[::-1], True) for hop in hops}, key=_connect_order)
@@ -49,11 +46,7 @@ def _connect_order(direction: Direction) -> tuple[bool, int, int, int, bool, boo
 
 
 def most_links(used: Iterable[Direction]) -> int:
-    """Return the largest number of communicators for messages on a rank: each pair of ranks has its own on each group.
-
-    Args:
-        used: directions in which messages are sent.
-    """
+    """Return the largest number of communicators for messages on a rank: each pair of ranks has its own on each group."""
     ends = Counter(rank for direction in used for rank in (direction.sender, direction.receiver))
     return max(ends.values(), default=0)
 
@@ -68,16 +61,9 @@ def link_ctas(num_links: int, num_sms: int) -> int:
 
 
 def tree_of(num_ranks: int, largest: int = LARGEST_MESH) -> tuple[Level, ...]:
-    """Divide ranks into groups, and the first ranks of these again, until there is one group.
+    """Divide ranks into groups of at most `largest` (at least 2), and their first ranks again, until there is one group.
 
-    Every level has as few groups as possible, of nearly equal size: making a group keeps all ranks of a job waiting.
-
-    Args:
-        num_ranks: number of ranks, at least 1.
-        largest: most members of a group, at least 2.
-
-    Returns:
-        levels, the lowest first; one level where all ranks fit into one group.
+    Every level, the lowest first, has as few groups as possible, of nearly equal size: making one keeps all ranks waiting.
     """
     members, levels = tuple(range(num_ranks)), list[Level]()
     while not levels or len(levels[-1]) > 1:

@@ -1,8 +1,7 @@
-"""Positions among a rank's compute actions at which it issues offloads and loads, which run one at a time, overlapped with
-compute.
+"""Positions among a rank's compute actions at which it issues offloads and loads, one at a time, overlapped with compute.
 
-These positions determine the memory of copies: a load's memory is allocated when it is issued, and an offload's is released at
-the `FREE` after it. So the simulator's memory, lowering and planners all use this module.
+They determine the memory of copies: a load's is allocated when it is issued, and an offload's released at the `FREE` after it.
+So the simulator's memory, lowering and planners all use this module.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ def copy_positions(start_us: Sequence[float], end_us: Sequence[float], copies: I
 
 
 def place_copies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float], rank: int) -> dict[int, list[Action]]:
-    """Copies that a rank issues right before each of its compute actions, `FREE` included, by the action's index in its list.
-
-    Args:
-        start_us, end_us: of every step of the graph.
-    """
+    """Copies that a rank issues right before each compute action, by its index, `FREE` included; times are by step number."""
     compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
     placed: dict[int, list[Action]] = defaultdict(list)
     if not copies:

@@ -1,7 +1,4 @@
-"""The binding dependency of every step of an iteration, for which it waits longest, and the critical path along them.
-
-Both follow from a plan's graph and from times of its steps, simulated or measured.
-"""
+"""The binding dependency of every step of an iteration, for which it waits longest, and the critical path along them."""
 
 from __future__ import annotations
 
@@ -18,39 +15,23 @@ ABSENT_US = -math.inf
 
 
 class DependencyKind(IntEnum):
-    """Condition of a step's start."""
-
-    START = 0
-    """None: it may start with the iteration."""
-    ORDER = 1
-    """The step before it in its rank's list has ended."""
-    NEED = 2
-    """A step whose result it needs has ended."""
-    TRANSFER = 3
-    """The result of another rank's step has arrived."""
-    HOST_LINK = 4
-    """Another copy has left the link to the host."""
+    START = 0  # none: it may start with the iteration
+    ORDER = 1  # the step before it in its rank's list has ended
+    NEED = 2  # a step whose result it needs has ended
+    TRANSFER = 3  # the result of another rank's step has arrived
+    HOST_LINK = 4  # another copy has left the link to the host
 
 
 class BindingDependency(NamedTuple):
-    """Dependency of a step that is met last.
-
-    Attributes:
-        number: step that meets it; -1 for `DependencyKind.START`.
-        transfer_us: time from the end of that step until the dependency is met.
-    """
+    """Dependency of a step that is met last."""
 
     kind: DependencyKind
-    number: int = -1
-    transfer_us: float = 0.0
+    number: int = -1  # step that meets it; -1 for `DependencyKind.START`
+    transfer_us: float = 0.0  # time from the end of that step until the dependency is met
 
 
 def binding_dependencies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float]) -> list[BindingDependency]:
-    """Return the dependency of each step that is met last; of several met at the same time, the rank's own order.
-
-    Args:
-        start_us, end_us: times of its steps by number, `ABSENT_US` where unknown.
-    """
+    """Return each step's dependency that is met last, of equal ones the rank's order; unknown times are `ABSENT_US`."""
     binding = [BindingDependency(DependencyKind.START)] * len(graph.steps)
     on_link = _before_on_host_link(graph, start_us)
     for numbers in graph.tracks:
@@ -71,12 +52,7 @@ def binding_dependencies(graph: Graph, start_us: Sequence[float], end_us: Sequen
 
 
 def critical_path(binding: Sequence[BindingDependency], end_us: Sequence[float]) -> list[int]:
-    """Return the chain of steps that sets the makespan, from the start of the iteration to its end.
-
-    Args:
-        binding: result of `binding_dependencies`.
-        end_us: end of each step by number.
-    """
+    """Return the chain of steps that sets the makespan, from the start of the iteration to its end."""
     number = max(range(len(end_us)), key=end_us.__getitem__, default=-1)
     path = []
     while number >= 0:

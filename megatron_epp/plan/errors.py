@@ -1,7 +1,7 @@
 """Errors for users: one or two lines with the numbers, and the settings to change as data.
 
-Planning knows settings by their fields (`Options.chunk_tokens`), not by flags: who asked may have used Python, the command line
-or the flags of a training run. Each front end renders an error with its own names (`EppError.text`).
+Planning knows settings by their fields (`Options.chunk_tokens`), not by flags: who asked may have used Python or a command
+line. Each front end renders an error with its own names (`EppError.text`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ def as_setting(name: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of one setting that helps.
+    """A change of one setting that helps."""
 
-    Attributes:
-        change: what to do with it; "use" for words of the value alone.
-        setting: field of `Problem`, `Options` or `ModelShape`, or a flag of Megatron with underscores.
-        value: a value that helps, in the field's unit; None where any change in this direction may help.
-    """
-
+    # What to do with it; "use" for words of the value alone
     change: Literal["raise", "lower", "change", "set", "add", "drop", "use"]
-    setting: str = ""
-    value: int | str | None = None
+    setting: str = ""  # field of `Problem`, `Options` or `ModelShape`, or a flag of Megatron with underscores
+    value: int | str | None = None  # a value that helps, in the field's unit; None where any change in this direction may help
 
     @property
     def verb(self) -> str:
@@ -80,7 +75,6 @@ class EppError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
     def text(self, names: Names) -> str:
-        """Format the error with the asker's names of the settings."""
         remedies = tuple(remedy for remedy in self.remedies if names.get(remedy.setting, "its field"))
         if not remedies:
             return (self.message.rstrip("\n") if self.remedies else self.message) + self.after
@@ -98,12 +92,7 @@ class EppError(Exception):
         return error
 
     def with_context(self, before: str = "", after: str = "", names: Names | None = None) -> Self:
-        """Return a copy with more text around its message: the same type, remedies and attributes.
-
-        Args:
-            before, after: text in front of the message, and behind the remedies.
-            names: names that `str` of the copy uses; None for the names of this error.
-        """
+        """Return a copy, of the same type, with text around its message and remedies; `str` uses `names`, if given."""
         error = copy.copy(self)
         error.message, error.after = before + self.message, self.after + after
         error.names = self.names if names is None else names
@@ -121,11 +110,7 @@ class PlanError(EppError):
 
 
 class InfeasibleError(EppError):
-    """No plan fits the limits. The message names the smallest sufficient limit, or remedies name the setting to change.
-
-    Attributes:
-        least_cap_bytes: the smallest sufficient memory cap; 0 if another limit is the reason.
-    """
+    """No plan fits the limits; `least_cap_bytes` is the smallest memory cap that suffices, 0 if another limit is the reason."""
 
     def __init__(self, message: str, *remedies: Remedy, least_cap_bytes: int = 0) -> None:
         super().__init__(message, *remedies)

@@ -16,7 +16,6 @@ GATED_DELTA_NET = "gated_delta_net"
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting: two hyphens, and its name with hyphens."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -29,15 +29,7 @@ class Link(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Transfer of a step's result to other ranks, for one of the steps that need it.
-
-    Attributes:
-        producer, consumer: numbers of the steps.
-        source: the producing action.
-        target: the action that needs the other.
-        carries: message or collective that carries the dependency.
-        time_us: time of the transfer.
-    """
+    """Transfer of a step's result to other ranks, for one of the steps that need it; steps are numbers."""
 
     producer: int
     consumer: int
@@ -49,23 +41,14 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """All transfers between ranks, in the order of their producers, as columns.
+    """All transfers between ranks, in the order of their producers, as columns."""
 
-    Attributes:
-        producer, consumer: numbers of the steps.
-        chunk: of both actions.
-        source_site, target_site: of the actions.
-        link: index in `links`.
-        time_us: of each transfer.
-        links: relations between operations.
-    """
-
-    producer: Integers
-    consumer: Integers
+    producer: Integers  # numbers of the steps
+    consumer: Integers  # numbers of the steps
     chunk: Integers
     source_site: Integers
     target_site: Integers
-    link: Integers
+    link: Integers  # index in `links`
     time_us: Floats
     links: tuple[Link, ...]
 
@@ -78,34 +61,22 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """All steps of a plan, each with the steps it waits for.
-
-    Attributes:
-        columns: the steps, numbered along the tracks.
-        listed: the step of every action.
-        links: index of the link to the host, for every rank.
-        need_starts: for each step, where its part of `needs` and `need_us` starts, and the end of the last.
-        needs: the steps that each step waits for.
-        need_us: time of the transfer between the two; zero if there is none.
-        transfers: all transfers between ranks.
-    """
+    """All steps of a plan, each with the steps it waits for."""
 
     columns: PlanColumns
     listed: Listed
-    links: Sequence[int]
-    need_starts: Integers
-    needs: Integers
-    need_us: Floats
+    links: Sequence[int]  # index of the link to the host, for every rank
+    need_starts: Integers  # for each step, where its part of `needs` and `need_us` starts, and the end of the last
+    needs: Integers  # the steps that each step waits for
+    need_us: Floats  # time of the transfer between the two; zero if there is none
     transfers: Transfers
 
     @property
     def steps(self) -> list[AnyStep]:
-        """The steps of all tracks."""
         return self.columns.steps
 
     @property
     def tracks(self) -> list[range]:
-        """The numbers of each track's steps."""
         return self.columns.tracks
 
     @property
@@ -113,11 +84,9 @@ class Graph:
         return self.columns.num_ranks
 
     def number(self, action: Action) -> int | None:
-        """Number of the step of an action; None if the plan does not have it."""
         return self.listed.number(action)
 
     def where(self, number: int) -> tuple[int, int]:
-        """Rank of a step, and its position in its track."""
         return self.columns.where(number)
 
     def needs_of(self, number: int) -> list[tuple[int, float]]:
@@ -139,8 +108,7 @@ class Graph:
 def build_graph(plan: Plan) -> Graph:
     """Number the steps and link each to the steps it waits for.
 
-    Raises:
-        PlanError: an action occurs twice, or needs one that the plan lacks, or is of a chunk or stage that it does not have.
+    Raises `PlanError` if an action occurs twice, lacks one that it needs, or is of a chunk or stage that does not exist.
     """
     columns = columns_of(plan)
     steps = listed(plan, columns)
@@ -157,15 +125,7 @@ def build_graph(plan: Plan) -> Graph:
 
 
 def linked(plan: Plan, columns: PlanColumns, steps: Listed) -> Graph:
-    """Link each step of a plan to the steps it waits for, as the table of operations says.
-
-    Args:
-        plan: a plan whose actions are all known, and occur once.
-        steps: the step of every action.
-
-    Raises:
-        PlanError: an action needs one that the plan lacks.
-    """
+    """Link each step, whose actions occur once, to those it waits for. Raises `PlanError` where the plan lacks one."""
     relations = _Relations(plan, columns, steps)
     relations.add_issues()
     for op in columns.ops:
@@ -174,28 +134,17 @@ def linked(plan: Plan, columns: PlanColumns, steps: Listed) -> Graph:
 
 
 class _Pairs(NamedTuple):
-    """Pairs of an action and one that it waits for.
+    """Pairs of an action and one that it waits for."""
 
-    Attributes:
-        waiting: index of the action that waits.
-        need: number of the step it waits for.
-        time_us: of the transfer between them.
-        link: of the transfer, an index in `_Relations.links`; -1 if there is none.
-        site: of the action it waits for.
-        chunk: of the action it waits for.
-    """
-
-    waiting: Integers
-    need: Integers
+    waiting: Integers  # index of the action that waits
+    need: Integers  # number of the step it waits for
     time_us: Floats
-    link: Integers
-    site: Integers
-    chunk: Integers
+    link: Integers  # of the transfer, an index in `_Relations.links`; -1 if there is none
+    site: Integers  # of the action it waits for
+    chunk: Integers  # of the action it waits for
 
 
 class _Relations:
-    """Relations between the steps of a plan, found operation by operation."""
-
     def __init__(self, plan: Plan, columns: PlanColumns, steps: Listed) -> None:
         self.plan, self.columns, self.listed = plan, columns, steps
         self.chunk_links, self.rank = ChunkLinks(plan.chunks, plan.loss_groups), columns.ranks()
@@ -204,7 +153,6 @@ class _Relations:
         self.lacking: list[tuple[int, Action]] = []
 
     def add_issues(self) -> None:
-        """Add the compute action after which each copy is issued."""
         columns, needed = self.columns, list[tuple[int, Action]]()
         for index in range(int(np.searchsorted(columns.step, columns.num_compute)), len(columns.step)):
             step = columns.steps[columns.step[index]]
@@ -218,7 +166,6 @@ class _Relations:
             self._add(op, waiting, sites, chunks)
 
     def add(self, op: Op) -> None:
-        """Add what an operation's actions wait for."""
         columns, others = self.columns, dict[tuple[Need, int], Integers]()
         count = len(operation(op).sites(self.plan.placement))
         for site in range(count):
@@ -238,11 +185,7 @@ class _Relations:
     def _add(
         self, source: Op, waiting: Integers, sites: Integers, chunks: Integers, op: Op | None = None, need: Need | None = None
     ) -> None:
-        """Add pairs.
-
-        Args:
-            op, need: the operation that waits, and its relation; None for the issue of copies.
-        """
+        """Add pairs for an operation that waits, and its relation; None for the issue of copies."""
         table = self.listed.numbers.get(source, np.zeros((0, 0), dtype=np.int64))
         steps = np.full(len(sites), NO_STEP)
         is_known = (sites >= 0) & (sites < table.shape[0]) & (chunks >= 0) & (chunks < table.shape[1])

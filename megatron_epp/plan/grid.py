@@ -34,11 +34,10 @@ def step_text(step: AnyStep) -> str:
 
 
 def from_grid(text: str, block: Literal["rank", "copy"] = "rank") -> tuple[tuple[Action, ...], ...]:
-    """Read back what `to_grid` printed: the lines of one block, in rank order. Blank lines are skipped, and actions that run in
-    one step are read one after another.
+    """Read back the lines of one block of `to_grid`, in rank order. Blank lines are skipped, and actions that run in one step
+    are read one after another.
 
-    Raises:
-        PlanError: a line has another form, ranks are not numbered 0, 1, 2, ..., or a word is not an action.
+    Raises `PlanError` if a line has another form, ranks are not numbered 0, 1, 2, ..., or a word is not an action.
     """
     rows: list[tuple[Action, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):

@@ -58,11 +58,7 @@ def host_memory(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
 def kv_offload_changes(
     entries: Iterable[KVOffload], slices: Mapping[int, Sequence[int]], forward_only: bool
 ) -> Iterator[tuple[Action, bool, int]]:
-    """Yield the changes of host memory by KV offload: ``(action, whether at its end, bytes)``, in units of host memory.
-
-    Args:
-        slices: the chunks of every sliced sequence, in order.
-    """
+    """Yield the changes of host memory by KV offload: ``(action, whether at its end, bytes)``, in units of host memory."""
     for stage, sequence, cache, gradient in entries:
         first, last = slices[sequence][0], slices[sequence][-1]
         yield Action(Op.F, stage, first), False, in_units(cache)
@@ -86,8 +82,7 @@ def slices_of(plan: Plan) -> dict[int, list[int]]:
 def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list[int]]:
     """Chunks of every sequence whose slices all come first in their chunks, in the order of its slices.
 
-    KV offload is for these: one slice at a time is attended to from the host, so what begins behind another sequence stays on
-    the device.
+    KV offload is for these: attention reads one slice at a time from the host, and the rest of a chunk on the device.
     """
     begun = {part.sequence for chunk in chunks if (part := chunk.begun_of(lengths)) is not None}
     starts: dict[int, list[tuple[int, int]]] = {}

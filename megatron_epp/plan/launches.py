@@ -17,20 +17,13 @@ Rows = Sequence[Sequence[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Launches of all ranks, rank after rank.
+    """Launches of all ranks, rank after rank."""
 
-    Attributes:
-        ops: operations, sorted by name.
-        op: operation of each launch, an index in `ops`.
-        site, chunk: of each launch.
-        starts: index of every rank's first launch, and the number of all.
-    """
-
-    ops: tuple[Op, ...]
-    op: Integers
+    ops: tuple[Op, ...]  # operations, sorted by name
+    op: Integers  # operation of each launch, an index in `ops`
     site: Integers
     chunk: Integers
-    starts: Integers
+    starts: Integers  # index of every rank's first launch, and the number of all
 
     @classmethod
     def of(cls, rows: Rows | Launches) -> Launches:

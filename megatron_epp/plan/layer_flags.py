@@ -12,14 +12,7 @@ from megatron_epp.plan.reading import brief
 
 
 def by_layer(frequency: Any, count: int) -> list[bool]:
-    """Read which layers a flag names: every n-th, beginning with the first, or a list such as ``([0]*3+[1]*58)``.
-
-    Args:
-        frequency: the flag, as text, or as the list that Megatron makes of it.
-
-    Raises:
-        EppError: it is neither.
-    """
+    """Read which layers a flag names: every n-th from the first on, or a list as ``([0]*3+[1]*58)``. Raises `EppError`."""
     text = str(frequency).strip()
     if text.isdecimal() and int(text[:9]) >= 1:
         return [layer % int(text) == 0 for layer in range(count)]

@@ -16,23 +16,15 @@ _SHARDED = "sharded"
 
 
 class StageLayers(NamedTuple):
-    """Layers of one stage, in the order in which they run.
+    """Layers of one stage, in the order in which they run."""
 
-    Attributes:
-        first: number of the first layer that has a part in the stage, from 0.
-        begins_with_mlp: that layer's attention is on the stage before, so here it is only its MLP.
-        num_whole: layers with attention and MLP.
-        ends_with_attention: one layer more, whose MLP is on the next stage.
-    """
-
-    first: int
-    begins_with_mlp: bool
-    num_whole: int
-    ends_with_attention: bool
+    first: int  # number of the first layer that has a part in the stage, from 0
+    begins_with_mlp: bool  # that layer's attention is on the stage before, so here it is only its MLP
+    num_whole: int  # layers with attention and MLP
+    ends_with_attention: bool  # one layer more, whose MLP is on the next stage
 
     @property
     def num_modules(self) -> int:
-        """Number of layers that have a part in the stage."""
         return self.begins_with_mlp + self.num_whole + self.ends_with_attention
 
 
@@ -41,22 +33,14 @@ class Layout:
     """Layers of every stage and the ranks of the stages.
 
     Layers are counted in halves, since a stage may begin between the attention and the MLP of a layer. Stages hold consecutive
-    halves, so a layout with the right sum leaves no layer out and holds none twice.
-
-    Attributes:
-        halves: half layers of every stage, first to last.
-        placement: of the stages on ranks.
-        shards_vocabulary: the output layer is in shards over the ranks, equal ones, and not on the last stage.
-        chosen_with: flags of the run that has chosen it, by name.
-
-    Raises:
-        EppError: a stage has a negative number of layers, or the placement has another number of stages.
+    halves, so a layout with the right sum leaves no layer out and holds none twice. Raises `EppError` if a stage has a negative
+    number of layers, or the placement has another number of stages.
     """
 
-    halves: tuple[int, ...]
+    halves: tuple[int, ...]  # half layers of every stage, first to last
     placement: Placement
-    shards_vocabulary: bool = False
-    chosen_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    shards_vocabulary: bool = False  # the output layer is in shards over the ranks, equal ones, and not on the last stage
+    chosen_with: Mapping[str, Any] = field(default_factory=dict, compare=False)  # flags of the run that has chosen it, by name
 
     def __post_init__(self) -> None:
         if min(self.halves, default=-1) < 0:
@@ -71,7 +55,6 @@ class Layout:
 
     @staticmethod
     def of_layers(layers: Sequence[int], placement: Placement, *, shards_vocabulary: bool = False) -> Layout:
-        """Return the layout of stages with whole layers."""
         return Layout(tuple(2 * count for count in layers), placement, shards_vocabulary)
 
     @property
@@ -120,10 +103,7 @@ class Layout:
             raise EppError(f"a layout for {self.placement.num_ranks} pipeline ranks, where there are {num_ranks}")
 
     def to_megatron(self, predictions: int = 0) -> str | None:
-        """Format as Megatron's ``pipeline_model_parallel_layout`` (`layout_flag`).
-
-        None if that cannot say it: for half layers, and for placements other than looped.
-        """
+        """Format as Megatron's ``pipeline_model_parallel_layout`` (`layout_flag`); None for half layers, or if not looped."""
         if not (self.is_whole and self.placement.is_looped):
             return None
         return layout_flag([count // 2 for count in self.halves], predictions)
@@ -152,8 +132,6 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """Fields of a layout file."""
-
     layers_per_stage: tuple[float, ...]
     rank_of: tuple[int, ...]
     vocabulary: str | None = None
@@ -169,9 +147,7 @@ def layout_flag(layers: Sequence[int], predictions: int = 0) -> str:
 
 
 def staged_pattern(pattern: str, layers: Sequence[int]) -> str:
-    """Format the layers of a hybrid model with a bar between stages, of which the numbers of layers are given, and multi-token
-    prediction behind them.
-    """
+    """Format the layers of a hybrid model with a bar between its stages, and multi-token prediction behind them."""
     return "|".join(pattern[start:end] for start, end in pairwise(accumulate(layers, initial=0))) + pattern[sum(layers) :]
 
 
@@ -221,13 +197,9 @@ _FORMAT = FileFormat("layout", "megatron-epp/layout", 1, Codec({float: lambda la
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as whole layers allow.
+    """Layers of each stage, as even as whole layers allow. Raises `EppError` if there are more stages than layers.
 
-    Stages just before the last take the remaining layers, one each: earlier ones hold more chunks at a time, and the last has
-    the head.
-
-    Raises:
-        EppError: there are more stages than layers.
+    Stages just before the last have one more where needed: earlier ones hold more chunks at a time, and the last has the head.
     """
     if num_stages > num_layers:
         remedies = Remedy("change", "num_layers"), Remedy("change", "num_stages")

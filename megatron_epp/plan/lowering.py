@@ -39,23 +39,20 @@ from megatron_epp.plan.simulate import Playback, explain, play
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     """Return every rank's launches in order: actions, messages, collectives, reductions and copies.
 
-    Moments are those of a simulation without copies. Replicas that share experts have equal compute times but different
-    copies, so they all have the same order of forwards, backwards and messages. Stages on one rank exchange no messages.
+    Moments are those of a simulation without copies: replicas that share experts have equal compute times but different copies,
+    and so the same order of forwards, backwards and messages. Stages on one rank exchange no messages.
 
     A receive that is launched while the one before it on its stream is not complete would make compute behind it wait for both,
     since the device may have a single hardware queue: hence at most one overlapped launch of a stream for each action.
 
-    The result cannot hang, whatever times actions and messages really take. Each rank's row is its part of one order, in which
-    every event is after what it needs and both sides of a message are together. So the first event of that order which has not
-    ended can always run, even if each launch waits for the end of all earlier launches of its rank. That is stricter than
-    any number of CUDA hardware queues, and than device-wide synchronisation before any launch. Over replicas, gathers of
-    parameters are by ascending stage and reductions by descending stage in every plan's order, so one order covers all
-    replicas' events too. `check.deadlock.blocked` checks rows for it.
+    The result cannot hang, whatever times actions and messages take: each rank's row is its part of one order, in which every
+    event is after what it needs and both sides of a message are together. So the first event of that order which has not ended
+    can always run, even if each launch waits for the end of all earlier ones of its rank, which is stricter than any number of
+    hardware queues. Over replicas, gathers of parameters are by ascending stage and reductions by descending stage in every
+    plan's order, so one order covers all replicas. `check.deadlock.blocked` checks rows for it.
 
-    Messages are paired first in, first out per link: source rank, destination rank and direction (F or B).
-
-    Raises:
-        PlanError: an action is missing or doubled, or the order deadlocks.
+    Messages are paired first in, first out per link: source rank, destination rank and direction (F or B). Raises `PlanError`
+    if an action is missing or doubled, or the order deadlocks.
     """
     graph = build_graph(plan)
     played = play(graph)
@@ -80,11 +77,8 @@ def issue_order(plan: Plan, graph: Graph, played: Playback) -> Launches:
 
 
 class _Moments(NamedTuple):
-    """Points of a simulation as numbers that ascend as time does; of equal times, the step that was played before comes first.
-
-    Attributes:
-        start, end: of each compute step.
-        most: a number above all.
+    """Start and end of each compute step as numbers that ascend as time does; of equal times, the step that was played before
+    comes first. `most` is above all.
     """
 
     start: Integers
@@ -129,17 +123,14 @@ _DUE_BEFORE, _COPIES, _OVERLAPPED, _COMPUTE = range(4)
 
 
 def _slot(rank: Integers, number: Integers, part: int | Integers) -> Integers:
-    """Return the number of a slot. Numbers ascend over all slots of a rank, and from rank to rank.
+    """Return the number of a slot; numbers ascend over all slots of a rank, and from rank to rank.
 
-    Args:
-        number: of the compute action, counted over all ranks; one behind a rank's last for what comes after it.
-        part: which of the action's four slots.
+    `number` is of the compute action, counted over all ranks, or one behind a rank's last; `part` one of its four slots.
     """
     return 4 * (number + rank) + part
 
 
 def _operations(graph: Graph) -> tuple[Op, ...]:
-    """Operations that the lowered plan can have, sorted by name."""
     ops = {Op.FREE, Op.REDUCE, *graph.columns.ops}
     for _, _, carries in graph.transfers.links:
         ops |= {carries.op} if isinstance(carries, Collective) else {carries.send, carries.receive}
@@ -228,7 +219,6 @@ def _sorted(*posted: _Posted) -> _Posted:
 
 
 def _slots_of_posted(graph: Graph, moments: _Moments, posted: _Posted) -> _Slots:
-    """Slots of sends, receives, collectives and reductions."""
     rank = graph.columns.ranks()[: graph.columns.num_compute]
     starts, ends = rank * moments.most + moments.start, rank * moments.most + moments.end  # both ascend
     due = posted.rank * moments.most + posted.due
@@ -245,12 +235,7 @@ def _slots_of_posted(graph: Graph, moments: _Moments, posted: _Posted) -> _Slots
 
 
 def _is_behind_second(number: Integers, stream: Integers) -> Booleans:
-    """True from the second entry of one stream on.
-
-    Args:
-        number: groups of entries, ascending.
-        stream: of each entry.
-    """
+    """True from the second entry of one stream on, in each group of entries; groups have ascending numbers."""
     keys = number * (1 + np.ptp(stream)) + stream if len(stream) else number
     is_second = np.ones(len(number), dtype=bool)
     is_second[np.unique(keys, return_index=True)[1]] = False
@@ -267,7 +252,6 @@ def _slots_of_compute(graph: Graph, ops: Sequence[Op]) -> _Slots:
 
 
 def _slots_of_copies(graph: Graph, played: Playback, ops: Sequence[Op]) -> _Slots:
-    """Slots of offloads, loads and releases."""
     rows = [
         (4 * (numbers[index] + rank) + _COPIES, ops.index(action.op), action.stage, action.chunk)
         for rank, numbers in enumerate(graph.tracks[: graph.num_ranks])

@@ -35,10 +35,9 @@ COMPUTE, COPY, LINK = "compute", "copy", "link"
 
 
 class Event(NamedTuple):
-    """One action as it ran: microseconds since the start of the iteration, on a clock the ranks share.
+    """One action as it ran, in microseconds since the start of the iteration, on a clock the ranks share.
 
-    `cpu_us` is its processor time if the host computes, which is less than the elapsed time if other programs used the core
-    meanwhile. None on a GPU.
+    `cpu_us` is its processor time, less than the elapsed time if other programs used the core; None on a GPU.
     """
 
     action: Action
@@ -53,20 +52,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One iteration as it ran.
+    """One iteration as it ran."""
 
-    Attributes:
-        plan_digest: digest of the plan that was run.
-        ranks: the events of each rank in order of start. Compute actions (F, B, W, R) feed the pictures; copies (O, L) and
-            waits for messages (under the name of the receive) may be included.
-    """
-
-    plan_digest: str
+    plan_digest: str  # digest of the plan that was run
+    # The events of each rank in order of start. Compute actions (F, B, W, R) feed the pictures; copies (O, L) and waits for
+    # messages (under the name of the receive) may be included.
     ranks: tuple[tuple[Event, ...], ...]
 
     @property
     def makespan_us(self) -> float:
-        """Time from the start of the iteration to the end of its last action."""
         return max((event.end_us for events in self.ranks for event in events), default=0.0)
 
     @property
@@ -78,11 +72,9 @@ class Measured:
 
     @staticmethod
     def of(plan: Plan, ranks: Iterable[Iterable[Sequence[Any]]], plan_digest: str = "") -> Measured:
-        """Make the measurement of a run of a plan.
+        """Make the measurement of a run of a plan, whose digest takes tens of milliseconds to compute for large ones.
 
-        Args:
-            ranks: per rank the text of every action, its start and end in microseconds and, where known, its processor time.
-            plan_digest: of the plan; computed if it is not given, which takes tens of milliseconds for large plans.
+        Each action is its text, start and end in microseconds and, where known, its processor time.
         """
         events = (tuple(Event(Action.parse(text), *times) for text, *times in rank) for rank in ranks)
         return Measured(plan_digest or digest(plan), tuple(events))
@@ -116,7 +108,6 @@ class Measured:
 
 
 def _event(entry: Any) -> Event:
-    """Read an event. Raises `EppError` for something else."""
     if not isinstance(entry, list) or len(entry) not in (3, 4) or not isinstance(entry[0], str):
         raise EppError(f"{brief(entry)} is not an action with its start, its end and perhaps its processor time")
     action, start_us, end_us = Action.parse(entry[0]), number(entry[1]), number(entry[2])
@@ -146,7 +137,6 @@ class Box(NamedTuple):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """All actions of the step."""
         return (self.action, *self.also)
 
 

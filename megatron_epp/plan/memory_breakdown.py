@@ -18,13 +18,7 @@ Items = Mapping[str, int]
 
 
 class MemorySample(NamedTuple):
-    """Memory of a rank from a point in time on.
-
-    Attributes:
-        time_us: begin of the moment.
-        items: bytes by item, with bytes that are held throughout; none is zero.
-        step: the step that begins or ends then; None at the start.
-    """
+    """Memory of a rank from a point in time on, by item, none zero; `step` begins or ends then, None at the start."""
 
     time_us: float
     items: dict[str, int]
@@ -37,23 +31,18 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
-    """The bytes of a simulated plan by item.
-
-    Attributes:
-        timeline: of the plan.
-        static: held throughout, by rank.
-        takes, gives: bytes that every step allocates when it starts and frees when it ends. Their sums are the step's
-            `alloc_bytes` and `free_bytes`; an item that a step turns into another may be below zero.
-        order: names of the items that are not static, as reports list them. The last one is the allocator's loss.
-        loss_share: that loss, as a share of all other items that are not static; `takes` and `gives` include it in every item,
-            and it is separated here.
-    """
+    """The bytes of a simulated plan by item."""
 
     timeline: Timeline
-    static: tuple[Items, ...]
+    static: tuple[Items, ...]  # held throughout, by rank
+    # takes, gives: bytes that every step allocates when it starts and frees when it ends. Their sums are the step's
+    # `alloc_bytes` and `free_bytes`; an item that a step turns into another may be below zero.
     takes: Mapping[Action, Items]
     gives: Mapping[Action, Items]
+    # Names of the items that are not static, as reports list them. The last one is the allocator's loss.
     order: tuple[str, ...]
+    # That loss, as a share of all other items that are not static; `takes` and `gives` include it in every item, and it is
+    # separated here
     loss_share: float = 0.0
     _peaks: dict[int, MemorySample] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -92,9 +81,7 @@ class MemoryBreakdown:
                 yield event.time_us, live, event.step
 
     def alive(self, rank: int, until: MemorySample) -> list[tuple[int, int]]:
-        """Return stage and chunk of each pass whose forward has started by a moment of `moments` and whose backward has not
-        ended, in order.
-        """
+        """Return stage and chunk of passes whose forward has started by a moment and whose backward has not ended."""
         alive: dict[tuple[int, int], None] = {}
         for event in self.timeline.memory_events(rank):
             passes = [(operation(op).role, (stage, chunk)) for op, stage, chunk in event.step.actions]

@@ -1,8 +1,7 @@
 """Device memory of messages in flight: the slots in which they travel, and the tensors that are copied to a slot or from one.
 
-A tensor that NCCL sends or receives is not free for other tensors before its transfer has ended on the device, however far the
-host is ahead by then. So messages travel in slots, which stay allocated while a plan runs (`runtime.links`): a message is
-copied into a slot to be sent, and out of one when it is needed.
+A tensor that NCCL sends or receives is not free for others before its transfer has ended on the device, however far the host is
+ahead. So messages are copied into slots to be sent, and out when they are needed; these stay allocated while a plan runs.
 """
 
 from __future__ import annotations
@@ -26,16 +25,12 @@ SEND_SLOTS = 2
 
 
 def message_peaks(plan: Plan, rows: Rows | Launches) -> tuple[int, ...]:
-    """Peak bytes of messages on each rank.
+    """Peak bytes of messages on each rank, given the lowered rows of all. `plan.messages.num_bytes` are the messages' sizes.
 
     Slots, each as large as the largest message, take memory throughout. A payload takes memory from the start of the action
     that makes it to its send, which copies it; a stage on the same rank takes it over instead. An activation that is copied out
     of a slot is among the bytes of its forward; a gradient is added to the bytes of its backward, until its end. Buffers of
     collectives and of messages of added operations are in the bytes of the steps that make and need them.
-
-    Args:
-        plan: the lowered plan; `plan.messages.num_bytes` are the sizes.
-        rows: of every rank, lowered.
     """
     if not plan.messages.num_bytes:
         return (0,) * plan.num_ranks
@@ -77,10 +72,7 @@ def check_messages(plan: Plan, launches: Launches) -> Iterator[Violation]:
 class _Sides(NamedTuple):
     """Operations with messages, each with the offset from its site to the site on the other side.
 
-    Attributes:
-        makes, takes: operations whose result is a message, and operations that need one.
-        opens: operations of `takes` whose own bytes hold the message from their start on.
-        sends, receives: operations that send a message, and that receive one.
+    `makes` have a message as their result, `takes` need one, and of these the own bytes of `opens` hold it from their start on.
     """
 
     makes: dict[Op, int]
@@ -91,7 +83,6 @@ class _Sides(NamedTuple):
 
     @classmethod
     def of_table(cls) -> _Sides:
-        """Read the table of operations, for messages between stages."""
         sides = cls({}, {}, set(), {}, {})
         for kind in operations(Track.COMPUTE):
             for need in needs_of(kind.op):
@@ -105,13 +96,7 @@ class _Sides(NamedTuple):
 
 
 class _Others(NamedTuple):
-    """Launches of some operations with messages whose other side is a stage of the plan.
-
-    Attributes:
-        at: indices of the launches.
-        rank: the ranks at the other side.
-        is_up: the other side is the later stage.
-    """
+    """Launches with messages to or from a stage: their indices, the other side's ranks, and True where it is the later one."""
 
     at: Integers
     rank: Integers
@@ -119,7 +104,6 @@ class _Others(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, launches: Launches, offsets: Mapping[Op, int]) -> _Others:
-        """Find them, given the offset from each operation's site to the other side."""
         is_one = launches.by_op(op in offsets for op in launches.ops).astype(bool)
         offset = launches.by_op(offsets.get(op, 0) for op in launches.ops)
         site = launches.site + offset
@@ -138,7 +122,6 @@ class _Slots(NamedTuple):
 
 
 def _slots(plan: Plan, launches: Launches, rank: Integers) -> _Slots:
-    """Count the slots of launches, whose ranks are given."""
     sides = _Sides.of_table()
     sent = _Others.of(plan, launches, sides.sends)
     key = ((rank[sent.at] * plan.num_ranks + rank[sent.at]) * plan.num_ranks + sent.rank) * 2 + ~sent.is_up

@@ -19,21 +19,16 @@ class Track(Enum):
     """List of a rank in which actions stand."""
 
     COMPUTE = "compute"
-    COPY = "copies"
-    """Overlapped with compute, one at a time."""
-    LOWERED = "lowered"
-    """In no list of a plan; lowering adds them."""
+    COPY = "copies"  # overlapped with compute, one at a time
+    LOWERED = "lowered"  # in no list of a plan; lowering adds them
 
 
 class Role(IntEnum):
     """Effect of an action on the activations of its stage and chunk."""
 
-    OPENS = 0
-    """Its output and what its backward needs stay in memory."""
-    CLOSES = 1
-    """Frees them, and leaves what a deferred action needs."""
-    DEFERRED = 2
-    """Frees what the closing action left."""
+    OPENS = 0  # its output and what its backward needs stay in memory
+    CLOSES = 1  # frees them, and leaves what a deferred action needs
+    DEFERRED = 2  # frees what the closing action left
     NEITHER = 3
 
 
@@ -41,14 +36,10 @@ class Presence(Enum):
     """Sites and chunks for which a plan has the action."""
 
     ALWAYS = "always"
-    TRAINING = "training"
-    """All, except in forward-only plans."""
-    OPTIONAL = "optional"
-    """Any, except in forward-only plans."""
-    COMPLETE = "complete"
-    """All or none; none in forward-only plans."""
-    COMPLETE_ALWAYS = "complete, forward-only plans included"
-    """All or none."""
+    TRAINING = "training"  # all, except in forward-only plans
+    OPTIONAL = "optional"  # any, except in forward-only plans
+    COMPLETE = "complete"  # all or none; none in forward-only plans
+    COMPLETE_ALWAYS = "complete, forward-only plans included"  # all or none
 
 
 class At(Enum):
@@ -62,65 +53,47 @@ class Of(Enum):
     """Chunk of an action that a dependency concerns."""
 
     SAME = "same"
-    PREVIOUS = "previous"
-    """Holds the slice before one of the chunk's."""
-    FOLLOWING = "following"
-    """Holds the slice after one of the chunk's."""
-    GROUP = "group"
-    """All chunks whose loss is computed together with the chunk's (`Plan.loss_groups`), itself included."""
+    PREVIOUS = "previous"  # holds the slice before one of the chunk's
+    FOLLOWING = "following"  # holds the slice after one of the chunk's
+    GROUP = "group"  # all chunks whose loss is computed together with the chunk's (`Plan.loss_groups`), itself included
 
 
 class MessageKind(NamedTuple):
-    """Transfer of a result to the rank of the neighbouring site that needs it; none if both sites are on one rank.
-
-    Attributes:
-        text: of its content, for people.
-        send, receive: the operations that lowering adds on both sides.
-        times: the table of `plan.messages` with its time, by the lower of the two sites and the chunk; None for a message of
-            an added operation, whose times by chunk are in `plan.messages.message_us`.
-    """
+    """Transfer of a result to the rank of the neighbouring site that needs it; none if both sites are on one rank."""
 
     text: str
+    # send, receive: the operations that lowering adds on both sides
     send: Op
     receive: Op
+    # The table of `plan.messages` with its time, by the lower of the two sites and the chunk; None for a message of an added
+    # operation, whose times by chunk are in `plan.messages.message_us`
     times: Literal["activation_us", "gradient_us"] | None = None
 
 
 class Collective(NamedTuple):
     """Transfer in which all ranks of the pipeline take part, once per chunk, such as a broadcast or an all-reduce.
 
-    It starts when all actions that give to it have ended; actions that need it wait for its end.
-
-    Attributes:
-        op: the operation that lowering adds on every rank. Its times, by chunk, are in `plan.messages.collective_us`.
+    It starts when all actions that give to it have ended; actions that need it wait for its end. Lowering adds `op` on every
+    rank; its times, by chunk, are in `plan.messages.collective_us`.
     """
 
     op: Op
 
     @property
     def text(self) -> str:
-        """Name in texts and pictures."""
         return str(self.op)
 
 
 class Need(NamedTuple):
-    """Relation of an action to others that it waits for.
-
-    Attributes:
-        op: operation of the actions that are waited for.
-        site: their sites: an offset from the action's own, or the last one, or every one.
-        chunk: their chunk, relative to the action's.
-        only: the one site of the waiting action for which the relation holds; None for all.
-        carries: the transfer between the two; None if they share a rank, as they then have to.
-        if_present: it holds only for actions that the plan has, maybe none. Set for relations stated by `Before`.
-    """
+    """Relation of an action to others that it waits for."""
 
     op: Op
-    site: int | At = 0
-    chunk: Of = Of.SAME
-    only: Literal[At.LAST] | None = None
+    site: int | At = 0  # sites of these: an offset from the action's own, or the last one, or every one
+    chunk: Of = Of.SAME  # their chunk, relative to the action's
+    only: Literal[At.LAST] | None = None  # the one site of the waiting action for which the relation holds; None for all
+    # The transfer between the two; None if they share a rank, as they then have to
     carries: MessageKind | Collective | None = None
-    if_present: bool = False
+    if_present: bool = False  # it holds only for actions that the plan has, maybe none. Set for relations stated by `Before`.
 
 
 class Before(NamedTuple):
@@ -133,22 +106,15 @@ class Before(NamedTuple):
 class Parties(Enum):
     """Rows of launches that take part in a shared event."""
 
-    PAIR = "pair"
-    """The two sides of a message."""
-    RANKS = "ranks"
-    """Every rank of the pipeline."""
-    REPLICAS = "replicas"
-    """Every data-parallel replica that has the event."""
+    PAIR = "pair"  # the two sides of a message
+    RANKS = "ranks"  # every rank of the pipeline
+    REPLICAS = "replicas"  # every data-parallel replica that has the event
 
 
 class Side(NamedTuple):
-    """A lowered action as one side of an event that several ranks share.
+    """A lowered action as one side of an event that several ranks share: `parties` take part, by chunk or once.
 
-    Attributes:
-        event: operation that names the event.
-        site: offset of the site that names it; None if the event is one for all sites.
-        parties: the rows that take part.
-        by_chunk: there is one event per chunk.
+    The event is named by an operation and a site, an offset; None if the event is one for all sites.
     """
 
     event: Op
@@ -172,57 +138,40 @@ def of_ranks(placement: Sequence[int]) -> Sequence[int]:
 
 
 class OperationRows(NamedTuple):
-    """Times and bytes of an operation, ``[site][chunk]``, as its `Operation.rows` returns them.
-
-    Attributes:
-        time_us: of every action.
-        takes, gives: bytes that it allocates when it starts and frees when it ends.
-        collective_us: time by chunk of every collective that carries its results, or its needs.
-        message_us: time by chunk, between two ranks, of every message of its own, by the operation that sends it.
-    """
+    """Times and bytes of an operation, ``[site][chunk]``, as its `Operation.rows` returns them."""
 
     time_us: list[list[float]]
+    # takes, gives: bytes that an action allocates when it starts and frees when it ends
     takes: list[list[int]]
     gives: list[list[int]]
-    collective_us: Mapping[Op, Sequence[float]]
+    collective_us: Mapping[Op, Sequence[float]]  # time by chunk of every collective that carries its results, or its needs
+    # Time by chunk, between two ranks, of every message of its own, by the operation that sends it
     message_us: Mapping[Op, Sequence[float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """Definition of a kind of action.
-
-    Attributes:
-        op: its name.
-        text: for people, such as ``weight gradient``.
-        colour: of its boxes in pictures, ``#RRGGBB``.
-        track: the list it stands in.
-        role: effect on activations.
-        presence: where it must occur.
-        together: operations that a plan has if it has this one.
-        sites: from the placement of the stages to the rank of each of its sites, or `ANYWHERE`. `Action.stage` counts these.
-        needs: the actions it waits for.
-        before: the actions of other operations that wait for it.
-        in_layers: it runs layers, whose experts exchange tokens with other replicas.
-        gives_gradients: of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage.
-        side: for a lowered operation that other ranks take part in, the event it is a side of.
-        rows: for planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action.
-            Without this function, planners have columns of their own for it, or do not order it.
-    """
+    """Definition of a kind of action."""
 
     op: Op
-    text: str
+    text: str  # for people, such as ``weight gradient``
+    # Of its boxes in pictures, ``#RRGGBB``
     colour: str = "#999999"
     track: Track = Track.COMPUTE
     role: Role = Role.NEITHER
     presence: Presence = Presence.OPTIONAL
-    together: tuple[Op, ...] = ()
+    together: tuple[Op, ...] = ()  # operations that a plan has if it has this one
+    # From the placement of the stages to the rank of each of its sites, or `ANYWHERE`. `Action.stage` counts these.
     sites: Callable[[Sequence[int]], Sequence[int]] = of_stages
+    # needs, before: the actions it waits for, and actions of other operations that wait for it
     needs: tuple[Need, ...] = ()
     before: tuple[Before, ...] = ()
-    in_layers: bool = False
+    in_layers: bool = False  # it runs layers, whose experts exchange tokens with other replicas
+    # Of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage
     gives_gradients: bool = False
-    side: Side | None = None
+    side: Side | None = None  # for a lowered operation that other ranks take part in, the event it is a side of
+    # For planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action. Without this
+    # function, planners have columns of their own for it, or do not order it.
     rows: Callable[[Any, Sequence[int], Any], OperationRows | None] | None = None
 
 
@@ -264,7 +213,6 @@ def _relations(operation: Operation) -> Iterator[tuple[Op, Need]]:
 
 
 def _lowered(waits: Op, need: Need) -> Iterator[Operation]:
-    """Yield the lowered operations of a transfer."""
     carries = need.carries
     if isinstance(carries, Collective):
         text, side = f"collective {carries.op}", Side(carries.op, None, Parties.RANKS)
@@ -299,7 +247,6 @@ def operation(op: Op) -> Operation:
 
 
 def is_defined(op: Op) -> bool:
-    """True for a kind of action that is in the table, and not just a name."""
     return op in _TABLE
 
 
@@ -309,7 +256,6 @@ def operations(track: Track | None = None) -> tuple[Operation, ...]:
 
 
 def is_compute(op: Op) -> bool:
-    """True for an operation that stands in the compute list of a rank."""
     return operation(op).track is Track.COMPUTE
 
 

@@ -10,11 +10,8 @@ from typing import Literal
 class Placement:
     """Placement of stages on ranks, equally many on each. A rank's chunks are in the order of their stages.
 
-    Attributes:
-        kind: ``looped`` goes round the ranks again and again, as Megatron's interleaved pipelines do; ``v`` turns round at
-            either end, so that neighbouring stages there share a rank.
-        num_ranks: pipeline ranks.
-        num_chunks: model chunks of each rank.
+    ``looped`` goes round the ranks again and again, as Megatron's interleaved pipelines do; ``v`` turns round at either end, so
+    that neighbouring stages there share a rank.
     """
 
     kind: Literal["looped", "v"]
@@ -32,12 +29,10 @@ class Placement:
 
     @property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank of every stage."""
         return tuple(map(self._rank, range(self.num_stages)))
 
     @property
     def last_rank(self) -> int:
-        """Rank of the last stage and of the loss."""
         return self._rank(self.num_stages - 1)
 
     @property
@@ -46,7 +41,6 @@ class Placement:
         return self.num_stages > 1 and self.last_rank == 0
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """Stages of a rank's chunks, in order."""
         return tuple(stage for stage, where in enumerate(self.rank_of) if where == rank)
 
     def _rank(self, stage: int) -> int:

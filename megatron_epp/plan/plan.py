@@ -31,22 +31,13 @@ Floats = npt.NDArray[np.float64]
 
 
 class Extension(Protocol):
-    """Part of a plan. Two of the same content are equal.
+    """Part of a plan. Two of the same content are equal."""
 
-    Attributes:
-        field: its name in plan files.
-        lacks: what training would need to run a plan with it; empty if it runs.
-    """
-
-    field: ClassVar[str]
-    lacks: ClassVar[str]
+    field: ClassVar[str]  # its name in plan files
+    lacks: ClassVar[str]  # what training would need to run a plan with it; empty if it runs
 
     def faults(self, chunks: Sequence[Chunk], lengths: Sequence[int]) -> Iterator[str]:
-        """Yield what is wrong with it in a plan.
-
-        Args:
-            lengths: tokens of every sequence.
-        """
+        """Yield what is wrong with it in a plan of sequences of these lengths in tokens."""
         ...
 
     def divided(self, chunk: int) -> Sequence[tuple[str, Sequence[int]]]:
@@ -59,7 +50,6 @@ class Extension(Protocol):
 
 
 def is_unlimited(cap_bytes: int) -> bool:
-    """True if the value stands for no cap."""
     return cap_bytes >= UNLIMITED_BYTES
 
 
@@ -100,7 +90,6 @@ class Copy(NamedTuple):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The copy itself."""
         return (self.action,)
 
 
@@ -144,13 +133,7 @@ class Messages:
     def times_of(
         self, carries: MessageKind | Collective, sites: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]
     ) -> Floats:
-        """Times of transfers between ranks, in microseconds; zero if they take none.
-
-        Args:
-            carries: message or collective, as the table of operations has it.
-            sites: for each transfer, the lower of its two sites.
-            chunks: of each transfer.
-        """
+        """Times of transfers between ranks, in microseconds or zero; `sites` are the lower ones of their two."""
         if isinstance(carries, MessageKind) and carries.times is not None:
             return np.array(getattr(self, carries.times), dtype=np.float64)[sites, chunks]
         timed = self.message_us if isinstance(carries, MessageKind) else self.collective_us
@@ -189,19 +172,15 @@ class Plan:
         recompute: ``[stage][chunk]``, number of the stage's layers that recompute in backward, for each recompute mode.
         recompute_us: ``[stage][chunk]``, time of recompute, a part of the backward's time.
         offload_share: ``[stage][chunk]``, share of the activation bytes that is offloaded between forward and backward.
-        ranks: the compute steps of each rank, in order.
         copies: the offload and load steps of each rank, in order, one at a time and overlapped with compute.
-        kv_offload: stages and sequences with KV offload.
         host_links: index of the link to the host that each rank uses, on which copies of one direction take turns; empty if no
             link is shared.
-        messages: time of every message.
         static_bytes: bytes each rank holds throughout (weights, gradients, optimizer), `message_bytes` included.
         loss_groups: groups of chunks whose loss is computed together: on the last stage, the backward of each waits for the
             forwards of all; empty if every chunk has a loss of its own.
-        message_bytes: the part of these that each rank reserves for messages in flight; empty if they are not counted.
+        message_bytes: the part of `static_bytes` that each rank reserves for messages in flight; empty if they are not counted.
         cap_bytes: memory cap of each rank; `UNLIMITED_BYTES` (2^62) for no cap.
         host_cap_bytes: host memory cap of each rank; empty if unspecified.
-        predicted: the simulator's numbers for this plan.
         extensions: parts that other packages define; at most one of each type.
         token_multiple: chunks are padded to a multiple of this many tokens; slices end on one, but for a sequence's last.
         forward_only: an evaluation plan; it has no backward.
@@ -260,13 +239,10 @@ class Plan:
         return self.chunks[chunk].padded_tokens(self.token_multiple)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
         return [stage for stage, on in enumerate(self.placement) if on == rank]
 
     def kv_offload_on(self, stage: int) -> frozenset[int]:
-        """Sequences with KV offload on a stage."""
         return frozenset(entry.sequence for entry in self.kv_offload if entry.stage == stage)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
-        """The compute actions of a rank, without their costs."""
         return tuple(action for step in self.ranks[rank] for action in step.actions)

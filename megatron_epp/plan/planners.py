@@ -17,13 +17,7 @@ Planner = Callable[[Problem, Any, Options], Any]
 
 @runtime_checkable
 class FixedPlacement(Protocol):
-    """Planner of a schedule that is defined for one kind of placement.
-
-    Attributes:
-        kind: ``looped`` or ``v``.
-        chunks_per_rank: stages of each rank; None for two or more.
-        stages: the same for people.
-    """
+    """Planner of a schedule for one kind of placement; `chunks_per_rank` is None for two or more, `stages` says it in words."""
 
     @property
     def kind(self) -> str: ...
@@ -35,11 +29,7 @@ class FixedPlacement(Protocol):
     def stages(self) -> str: ...
 
     def layout(self, num_layers: int, num_ranks: int, count: int = 2) -> Layout:
-        """Return even layers at the placement.
-
-        Args:
-            count: stages per rank, where the schedule takes any number.
-        """
+        """Return even layers at the placement; `count` stages per rank, where the schedule takes any number."""
         ...
 
     def __call__(self, problem: Problem, costs: Any, options: Options) -> Any: ...
@@ -47,35 +37,22 @@ class FixedPlacement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannerEntry:
-    """A planner and what commands and training need to know of it.
+    """A planner and what commands and training need to know of it."""
 
-    Attributes:
-        plan: the planner, or where it is, as ``module:function``.
-        summary: one line on what it does.
-        source: paper or code that it follows.
-        begins_with_greedy: it starts from the plan of "greedy", so takes any layout and all settings that "greedy" takes.
-        splits_weight: its order has weight gradients of their own, which run so with `Options.split_weight`.
-        may_offload: its plans may have copies to the host, with `Options.offload`.
-        offloads: copies are part of its method, so that comparisons give it `Options.offload`.
-        has_own_size: it tries sizes of chunks itself, has none, or searches too long for a comparison to try several.
-        keeps_groups: it orders the sequences of a loss group (`Problem.loss_groups`) as slices of one.
-        interleaves: it takes several stages on each rank if they go round the ranks, as Megatron's do.
-        joins: its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`.
-        lacks: why training does not run its plans; empty if it does.
-    """
-
-    plan: Planner | str
-    summary: str = ""
-    source: str = "this package"
+    plan: Planner | str  # the planner, or where it is, as ``module:function``
+    summary: str = ""  # one line on what it does
+    source: str = "this package"  # paper or code that it follows
+    # It starts from the plan of "greedy", so takes any layout and all settings that "greedy" takes
     begins_with_greedy: bool = False
-    splits_weight: bool = False
-    may_offload: bool = False
-    offloads: bool = False
+    splits_weight: bool = False  # its order has weight gradients of their own, which run so with `Options.split_weight`
+    may_offload: bool = False  # its plans may have copies to the host, with `Options.offload`
+    offloads: bool = False  # copies are part of its method, so that comparisons give it `Options.offload`
+    # It tries sizes of chunks itself, has none, or searches too long for a comparison to try several
     has_own_size: bool = False
-    keeps_groups: bool = False
-    interleaves: bool = False
-    joins: bool = False
-    lacks: str = ""
+    keeps_groups: bool = False  # it orders the sequences of a loss group (`Problem.loss_groups`) as slices of one
+    interleaves: bool = False  # it takes several stages on each rank if they go round the ranks, as Megatron's do
+    joins: bool = False  # its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`
+    lacks: str = ""  # why training does not run its plans; empty if it does
 
     @property
     def planner(self) -> Planner:
@@ -84,22 +61,16 @@ class PlannerEntry:
 
     @property
     def fixed(self) -> FixedPlacement | None:
-        """The planner, if its schedule is defined for one kind of placement; otherwise None."""
         return self.plan if isinstance(self.plan, FixedPlacement) else None
 
 
 class Planners(MutableMapping[str, Planner]):
-    """Planners by name. Tables are imported, one after the other, while a name is not known without them.
-
-    Args:
-        tables: modules of planners, each with a mapping `PLANNERS`.
-    """
+    """Planners by name. Tables, modules with a mapping `PLANNERS`, are imported one by one while a name is not known."""
 
     def __init__(self, entries: dict[str, PlannerEntry], *tables: str) -> None:
         self._entries, self._tables = dict(entries), list(tables)
 
     def entry(self, name: str) -> PlannerEntry | None:
-        """Return what is known of a planner; None if no planner has the name."""
         while name not in self._entries and ":" not in name and self._tables:
             self._import()
         return self._entries.get(name)

@@ -14,17 +14,13 @@ TrainedParts = tuple[int, ...]
 
 
 class TokenSpan(NamedTuple):
-    """Tokens ``[start, end)`` of a sequence that no cut may part, such as a picture's.
-
-    Attributes:
-        work: what the first stage does for them besides its layers, as the number of tokens that takes as long in one layer.
-        kept: what that keeps from forward to backward, as the number of tokens of which one layer keeps as much.
-    """
+    """Tokens ``[start, end)`` of a sequence that no cut may part, such as a picture's."""
 
     start: int
     end: int
+    # What the first stage does for them besides its layers, as the number of tokens that takes as long in one layer
     work: float = 0.0
-    kept: float = 0.0
+    kept: float = 0.0  # what that keeps from forward to backward, as the number of tokens of which one layer keeps as much
 
 
 Spans = tuple[TokenSpan, ...]
@@ -117,7 +113,6 @@ class Problem:
 
     @property
     def trained_share(self) -> float:
-        """Share of the batch's tokens that are trained."""
         return sum(map(sum, self.trained)) / sum(self.lengths) if self.trained else 1.0
 
     @property
@@ -130,7 +125,6 @@ class Problem:
 
     @property
     def has_one_stage_per_rank(self) -> bool:
-        """One stage on each rank, in order."""
         return self.placement == tuple(range(len(self.placement)))
 
 

@@ -44,8 +44,7 @@ _SHORT = reprlib.Repr(maxlevel=3, maxstring=60, maxother=60, maxlong=40)
 def naming_file(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Iterator[None]:
     """Put a file's name in front of every error of its contents, and note it on unforeseen ones.
 
-    Args:
-        kind: type of the error raised in place of an `EppError`, `OSError` or `UnicodeDecodeError`.
+    An error of type `kind` is raised in place of an `EppError`, `OSError` or `UnicodeDecodeError`.
     """
     try:
         yield
@@ -61,12 +60,7 @@ def naming_file(path: str | os.PathLike[str], kind: type[EppError] = EppError) -
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Read the text of a file.
-
-    Raises:
-        EppError: it is larger than the limit.
-        OSError, UnicodeDecodeError: it cannot be read, or is not UTF-8. `naming_file` adds the name to them.
-    """
+    """Read the text of a file. Raises `EppError` if it is larger than the limit, OSError, or UnicodeDecodeError."""
     with open(path, "rb") as stream:
         raw = stream.read(most_bytes + 1)
     if len(raw) > most_bytes:
@@ -75,14 +69,7 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
 
 
 def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
-    """Read the value of a JSON text.
-
-    Args:
-        with_nan: accept NaN and Infinity, which are not part of JSON but are often written.
-
-    Raises:
-        EppError: it is empty, or not JSON, or nested deeper than `MOST_DEPTH`.
-    """
+    """Read JSON, with `with_nan` also NaN and Infinity. Raises `EppError` if it is malformed, or deeper than `MOST_DEPTH`."""
     if not text.strip():
         raise EppError(f"{what} is empty")
     try:
@@ -97,11 +84,7 @@ def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
 
 
 def check_nested(value: Any, what: str, most_values: int | None = None) -> None:
-    """Raise `EppError` if lists and objects are nested too deep, as in one that contains itself, or hold too many values.
-
-    Args:
-        most_values: largest number of values, repeated ones counted each time; None if the text's size limits them.
-    """
+    """Raise `EppError` if lists and objects are nested too deep, or hold too many values; repeated ones count each time."""
     level, count = [value], 0
     for _ in range(MOST_DEPTH + 1):
         deeper: list[Any] = []
@@ -162,7 +145,6 @@ def nearest_number(text: str) -> str:
 
 
 def missing_file(name: str) -> str:
-    """Say that there is no file of a name, or that it is a folder."""
     shown_as = printable(_cut(name))
     return f"{shown_as} is a folder, not a file" if os.path.isdir(name) else f"there is no file {shown_as}"
 
@@ -186,11 +168,7 @@ def whole(value: Any, least: int = -MOST_WHOLE, most: int = MOST_WHOLE) -> int:
 
 
 def of_type[T](kind: type[T], value: Any, words: str) -> T:
-    """Return a value of a type. Raises `EppError` for any other.
-
-    Args:
-        words: the type in the error, as in "is not text".
-    """
+    """Return a value of a type. Raises `EppError` with the type's `words`, as in "is not text", for any other."""
     if not isinstance(value, kind):
         raise EppError(f"{brief(value)} is not {words}")
     return value

@@ -12,13 +12,7 @@ length; the MLP or the experts."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeMode:
-    """Parts of a layer that run again in its backward; what they would save is not kept, what the others save is.
-
-    Attributes:
-        name: of the mode, also in text of plans and in reports.
-        column: position of its count in a `Recompute`, and so in plans; a new mode takes the next.
-        runs_again: the parts.
-    """
+    """Parts of a layer that run again in its backward instead of being saved; `column` is their position in a `Recompute`."""
 
     name: str
     column: int
@@ -54,13 +48,12 @@ MODES = {
 """Recompute modes by name, most recompute first, and modes that repeat core attention before all others. A stage's first layers
 use the first mode. Costs say which of them can be used (`PipelineCosts.recompute_modes`).
 
-A new mode is a row here, its costs by formula in `formulas.analytic`, and, where `mcore.model.layer_recompute` cannot run its
-parts again without others, the way to do so there."""
+A new mode is a row here, its costs by formula, and a way to run its parts again in `mcore.model.layer_recompute`.
+"""
 
 FULL = "full"
 FULL_ONLY = (FULL,)
-"""The recompute mode that all costs know and all planners use."""
-"""Mode whose costs are always known: a layer's forward once more."""
+"""The recompute mode that all costs know and all planners use: a layer's forward once more."""
 
 RECOMPUTE_MODES = tuple(MODES)
 """Names of the recompute modes, most recompute first."""
@@ -71,9 +64,6 @@ class Recompute(tuple[int, ...]):
 
     The stage's first layers use the first of `MODES`, the next ones the second, and so on; the remaining ones keep everything.
     Counts are given by column, ``Recompute(4, 0, 1)``, or by name, ``Recompute(full=4, mlp=1)``, and are attributes by name.
-
-    Raises:
-        TypeError: more counts than modes, or an unknown name.
     """
 
     __slots__ = ()
@@ -103,7 +93,6 @@ class Recompute(tuple[int, ...]):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that recompute anything."""
         return sum(self)
 
     @property

@@ -26,11 +26,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(op: Op, site: int, placement: Sequence[int]) -> Iterator[Resolved]:
-    """Yield the relations of an operation at one of its sites.
-
-    Args:
-        placement: the rank of every stage.
-    """
+    """Yield the relations of an operation at one of its sites, given the rank of every stage."""
     last = len(operation(op).sites(placement)) - 1
     for need in needs_of(op):
         if need.only is At.LAST and site != last:
@@ -53,7 +49,6 @@ class ChunkLinks:
         self._groups = {chunk: tuple(group) for group in loss_groups for chunk in group}
 
     def of(self, which: Of, chunk: int) -> Sequence[int]:
-        """List the chunks that a relation of a chunk concerns."""
         if which is Of.SAME:
             return (chunk,)
         if which is Of.GROUP:
@@ -62,11 +57,7 @@ class ChunkLinks:
         return () if other is None else (other,)
 
     def of_all(self, which: Of, chunks: Integers) -> tuple[Integers, Integers]:
-        """List the chunks that a relation of many chunks concerns.
-
-        Returns:
-            positions in `chunks`, ascending, each as often as the relation concerns chunks; and these.
-        """
+        """List the chunks that a relation of many chunks concerns: positions in `chunks`, ascending, and for each one chunk."""
         if which is Of.SAME:
             return np.arange(len(chunks)), chunks
         concerned = [self.of(which, chunk) for chunk in range(len(self._previous))]
@@ -83,16 +74,11 @@ def deps(
     placement: Sequence[int] = (),
     loss_groups: Sequence[Sequence[int]] = (),
 ) -> Needs:
-    """Build the function from an action to the actions it waits for.
+    """Build the function from an action to the actions that must have ended before it starts.
 
-    Args:
-        optional: the actions of the plan for which others wait only if it has them, such as `R` and `L` before a backward.
-        placement: the rank of every stage; of use for operations whose sites are not stages.
-        loss_groups: groups of chunks whose loss is computed together (`Plan.loss_groups`).
-
-    Returns:
-        ``needs(action)``: the actions that must have ended before it starts. Where a transfer is between the two
-        (`Need.carries`), it must have arrived as well.
+    Where a transfer is between the two (`Need.carries`), it must have arrived as well. `optional` are the plan's actions for
+    which others wait only if it has them, such as `R` and `L` before a backward; `placement` is of use for operations whose
+    sites are not stages.
     """
     links, present = ChunkLinks(chunks, loss_groups), frozenset(optional)
     where = tuple(placement or range(num_stages))

@@ -37,11 +37,7 @@ def digest(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> str:
-    """Return the plan as a JSON document of schema ``megatron-epp/plan``, version 3; `from_json` gives back an equal plan.
-
-    Raises:
-        PlanError: a number in it is infinite or not a number.
-    """
+    """Return JSON of schema ``megatron-epp/plan``, version 3. Raises `PlanError` if a number is infinite or NaN."""
     document = _document(plan)
     head = {"schema": document["schema"], "version": document["version"], "digest": _digest(document)}
     fields = ",\n".join(f"  {json.dumps(name)}: {_value(name, value)}" for name, value in (head | document).items())
@@ -54,8 +50,7 @@ _NO_PLAN = "not a plan, as `megatron-epp plan -o` and training write them"
 def from_json(text: str) -> Plan:
     """Read what `to_json` wrote. Unknown fields are ignored, but count towards the digest.
 
-    Raises:
-        PlanError: not JSON, another schema or version, a field that is missing or malformed, or a digest that does not match.
+    Raises `PlanError` for another schema or version, a missing or malformed field, or a digest that does not match.
     """
     try:
         document = parse_json(text, "it")

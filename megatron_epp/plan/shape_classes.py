@@ -1,10 +1,10 @@
 """Classes of shapes for which cuDNN builds kernel plans, so that a new batch rarely has a new one.
 
-cuDNN, through Transformer Engine, compiles a plan for every class of an attention call, which takes tens to hundreds of
-milliseconds, and keeps it for the thread that asked. By its source a class has the numbers of query tokens and of key tokens,
-each rounded up to 1,024, to a power of two up to 32,768, or to a multiple of that, and the number of segments, rounded up to 32
-or a power of two. With cuDNN from 9.24 and Transformer Engine from 2.18 a forward's class has the exact number of segments. So
-calls are padded with empty segments to a class of their number.
+cuDNN, through Transformer Engine, compiles a plan for every class of an attention call, in tens to hundreds of milliseconds,
+and keeps it for the thread that asked. By its source a class has the numbers of query and of key tokens, each rounded up to
+1,024, to a power of two up to 32,768, or to a multiple of that, and the number of segments, rounded up to 32 or a power of two;
+with cuDNN from 9.24 and Transformer Engine from 2.18 a forward's has the exact number. So calls are padded with empty segments
+to a class.
 
 Tokens are not padded: classes of sums are wide, and a padded token would cost compute in every layer and iteration.
 FlashAttention builds nothing for a shape, so its calls stay as they are.
@@ -40,20 +40,13 @@ def _power_of_two(count: int, least: int) -> int:
 
 
 def _first_of(tokens: int) -> int:
-    """Return the smallest number of tokens in a class."""
     if tokens > _MOST_DOUBLED:
         return tokens - _MOST_DOUBLED + 1
     return 1 if tokens == _LEAST_TOKENS else tokens // 2 + 1
 
 
 class ShapeClass(NamedTuple):
-    """Class of an attention call.
-
-    Attributes:
-        segments: number of segments, empty ones included.
-        queries: class of the tokens of all segments.
-        keys: class of the same with their prefixes.
-    """
+    """Class of an attention call: number of segments, empty ones included, and classes of tokens without and with prefixes."""
 
     segments: int
     queries: int
@@ -83,12 +76,7 @@ def all_classes(most_tokens: int, longest: int) -> set[ShapeClass]:
 
 
 class CallSize(NamedTuple):
-    """Size of the attention call of a chunk.
-
-    Attributes:
-        segments: number of segments, the one of padding included.
-        queries, keys: tokens of all segments, and the same with their prefixes.
-    """
+    """Size of a chunk's attention call: segments, one for padding included, and tokens without and with prefixes."""
 
     segments: int
     queries: int

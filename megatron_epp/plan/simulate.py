@@ -20,9 +20,7 @@ from megatron_epp.plan.plan import AnyStep, Plan
 
 
 class Message(NamedTuple):
-    """One message in flight: sent at `start_us`, when its producer ends, and received at `end_us`. `action` is a `SEND_F` or
-    `SEND_B`.
-    """
+    """One message in flight, a `SEND_F` or `SEND_B`: sent when its producer ends, at `start_us`, and received at `end_us`."""
 
     action: Action
     src_rank: int
@@ -50,13 +48,7 @@ class MemoryEvent(NamedTuple):
 class Timeline:
     """Simulated times and memory of a plan. Tables are ``[rank][position]``, positions as in `plan.ranks` and `plan.copies`.
 
-    Attributes:
-        plan: the plan that was simulated.
-        start_us, end_us: of the compute steps.
-        copy_start_us, copy_end_us: of the offload and load steps; a row per rank, empty if there are none.
-        makespan_us: end of the last step over all ranks.
-        peak_bytes: most bytes live on each rank at one time, static bytes included.
-        graph, played: of the plan.
+    `peak_bytes` are the most bytes live on each rank at one time, static bytes included.
     """
 
     plan: Plan
@@ -97,10 +89,7 @@ class Timeline:
         raise PlanError(f"rank {rank} has no action {action}")
 
     def memory_events(self, rank: int) -> list[MemoryEvent]:
-        """Allocations and releases of a rank, in the order in which it issues them.
-
-        Copies change its memory between two of its compute steps.
-        """
+        """Allocations and releases of a rank in the order in which it issues them; copies' are between two compute steps."""
         graph, start, end = self.graph, self.played.start_us, self.played.end_us
         compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
         changes = memory_changes(graph, self.played, rank)
@@ -142,9 +131,7 @@ class Blocked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Playback:
-    """Times of every step by number, and the numbers in an order that respects all dependencies; `blocked` lists the tracks
-    that hang.
-    """
+    """Times by step number, numbers in an order that respects all dependencies, and the tracks that hang."""
 
     start_us: list[float]
     end_us: list[float]
@@ -234,7 +221,6 @@ def simulate(plan: Plan) -> Timeline:
 
 
 def timeline_of(plan: Plan, graph: Graph, played: Playback) -> Timeline:
-    """Return the timeline of a plan whose playback reached its end."""
     rows = [slice(numbers.start, numbers.stop) for numbers in graph.tracks]
     start = [tuple(played.start_us[row]) for row in rows]
     end = [tuple(played.end_us[row]) for row in rows]
@@ -262,13 +248,7 @@ def explain(graph: Graph, blocked: Blocked) -> str:
 
 
 class MemoryChanges(NamedTuple):
-    """Allocations and releases of a rank, in the order in which it issues them.
-
-    Attributes:
-        number: step whose memory it is.
-        at_end: it is the step's release; else its allocation.
-        delta_bytes: by which the rank's memory grows.
-    """
+    """Allocations and releases of a rank, in the order in which it issues them: growth of memory by a step, or at its end."""
 
     number: Integers
     at_end: Booleans
@@ -276,9 +256,7 @@ class MemoryChanges(NamedTuple):
 
 
 def memory_changes(graph: Graph, played: Playback, rank: int) -> MemoryChanges:
-    """Return the allocations and releases of a rank: of compute steps when they start and end, of copies when they are issued,
-    and at their `FREE`.
-    """
+    """Find them: of compute steps when they start and end, of copies when they are issued, and at their `FREE`."""
     compute, columns = graph.tracks[rank], graph.columns
     number = np.repeat(np.arange(compute.start, compute.stop), 2)
     at_end = np.tile([False, True], len(compute))

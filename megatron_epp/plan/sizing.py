@@ -1,17 +1,15 @@
-"""Sizes that plans and runs compute alike: size classes of KV buffers, transient dK/dV, the precision of sums of dK/dV, and
-numbers of heads.
+"""Sizes that plans and runs compute alike: classes of KV buffers, transient dK/dV, precision of sums, numbers of heads.
 
 **Size classes.** Lengths change with every batch. If each buffer were as long as its sequence, the gaps that an iteration
-leaves would not fit the next one's buffers, and an allocator that splits memory into blocks would end up with many unusable
-ones. So buffers of slightly different length take the same memory.
+leaves would not fit the next one's buffers, and become unusable. So buffers of slightly different length take the same memory.
 
 **Transient dK/dV.** Attention's backward makes the gradients of a slice's keys and values, which cover its whole prefix, before
 they are accumulated. If query heads share key heads, kernels first make them for every query head (FlashAttention does; and so
 does cuDNN, according to its frontend's source, in buffers of fp32 size). Heads do not mix inside attention, so if all of that
 would be large, the backward runs by groups of key heads, each with its queries.
 
-**Shared heads.** Context-parallel ranks have as many heads each. Where these do not divide, heads of zeros are added: their
-outputs and gradients are dropped, so results stay, and every rank takes as long as the one that has most.
+**Shared heads.** Context-parallel ranks have as many heads each. Where these do not divide, heads of zeros are added, whose
+outputs and gradients are dropped: every rank takes as long as the one that has most.
 """
 
 from __future__ import annotations
@@ -48,9 +46,7 @@ for the same work, more would take memory from activations.
 def heads_at_once(kv_heads: int, head_bytes: int, queries_per_key: int) -> int:
     """Number of key heads whose backward runs at once: a divisor of all, so that kernels see one number of them.
 
-    Args:
-        head_bytes: bytes of keys and values of one head.
-        queries_per_key: query heads that share it.
+    `head_bytes` are of keys and values of one head, which `queries_per_key` query heads share.
     """
     times_made = _times_made(queries_per_key)
     if kv_heads * head_bytes * times_made <= MOST_TRANSIENT_BYTES:
@@ -62,11 +58,9 @@ def heads_at_once(kv_heads: int, head_bytes: int, queries_per_key: int) -> int:
 def transient_kv_gradient_bytes(
     keys: npt.NDArray[np.int64], kv_heads: int, head_bytes_per_key: float, queries_per_key: int
 ) -> npt.NDArray[np.float64]:
-    """Bytes held at one time by the newly made gradients of a number of keys and values. Non-decreasing in `keys`.
+    """Bytes held at one time by the newly made gradients of a number of keys and values, non-decreasing in `keys`.
 
-    Args:
-        kv_heads, queries_per_key: as `heads_at_once` takes them.
-        head_bytes_per_key: bytes of a key and a value of one head.
+    `head_bytes_per_key` are of a key and a value of one head; the rest is as in `heads_at_once`.
     """
     times_made = _times_made(queries_per_key)
     in_groups = np.maximum(MOST_TRANSIENT_BYTES, keys * (head_bytes_per_key * (times_made + 1)))
@@ -82,11 +76,8 @@ def all_at_once(
 
 
 def expanded_at_once(keys: int, heads: int, head_bytes_per_key: float) -> int:
-    """Number of heads whose keys and values are made of latents at one time, in a forward as in a backward, which also holds
-    their gradients: a divisor of all.
-
-    Args:
-        head_bytes_per_key: bytes of a key and a value of one head.
+    """Number of heads, a divisor of all, whose keys and values are made of latents at one time, in a forward as in a backward,
+    which also holds their gradients. `head_bytes_per_key` are of a key and a value of one head.
     """
     return heads_at_once(heads, math.ceil(2 * token_class(keys) * head_bytes_per_key), 1)
 
@@ -123,9 +114,5 @@ MOST_ROUNDED_SLICES = 8
 
 
 def sums_in_fp32(choice: str, num_slices: int) -> bool:
-    """True if a sequence's sums are in fp32, independent of the precision of the added gradients.
-
-    Args:
-        choice: one of `FP32_CHOICES`.
-    """
+    """True if a sequence's sums are in fp32, independent of the precision of the added gradients."""
     return choice == "on" or (choice == "auto" and num_slices > MOST_ROUNDED_SLICES)

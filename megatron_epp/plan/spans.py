@@ -23,9 +23,7 @@ def allowed_cuts(length: int, spans: Spans, multiple: int) -> NDArray[np.int64]:
 def within(ends: Sequence[int], allowed: NDArray[np.int64], most_tokens: int) -> list[int]:
     """Return cuts with as few more, each of `allowed`, as leave no slice of more tokens, where that is possible.
 
-    Args:
-        ends: of slices, ascending; the last one is the length of the sequence.
-        allowed: of `allowed_cuts`.
+    `ends` are of slices, ascending; the last one is the length of the sequence.
     """
     cuts = [0]
     for end in ends:

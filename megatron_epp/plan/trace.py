@@ -27,10 +27,9 @@ _THREADS = tuple((source, stream) for source in ("planned", "measured") for stre
 
 
 def trace(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
-    """Return the trace as a JSON-ready dictionary in Chrome's trace event format; times in microseconds.
+    """Return the trace in Chrome's event format, ready for JSON; times in microseconds.
 
-    Raises:
-        PlanError: the order deadlocks, or the measurement is of another plan.
+    Raises `PlanError` if the order deadlocks, or the measurement is of another plan.
     """
     timeline = simulate(plan)
     sources = {"planned": planned_boxes(timeline)}

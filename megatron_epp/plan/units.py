@@ -16,11 +16,7 @@ def byte_unit(largest: float) -> tuple[int, str]:
 
 
 def format_bytes(num_bytes: float, *others: float) -> str:
-    """Format bytes as ``1.50 GiB``, with more decimals where it would look like another size.
-
-    Args:
-        others: other sizes, from which the text tells it apart unless they are equal.
-    """
+    """Format bytes as ``1.50 GiB``, with more decimals where it would look like another size of `others`."""
     for decimals in _DECIMALS:
         texts = {size: _in_own_unit(size, decimals) for size in (num_bytes, *others)}
         if len(set(texts.values())) == len(texts):
@@ -29,16 +25,13 @@ def format_bytes(num_bytes: float, *others: float) -> str:
 
 
 def format_gib(num_bytes: int, *others: int, decimals: int = 2) -> str:
-    """Format bytes as `enough_gib` with the unit; the arguments are its."""
     return f"{enough_gib(num_bytes, *others, decimals=decimals)} GiB"
 
 
 def enough_gib(num_bytes: int, *others: int, decimals: int = 2) -> str:
     """Format bytes as a number of GiB, rounded up so that a limit raised to this number suffices.
 
-    Args:
-        others: other sizes, from which the text tells it apart unless they are equal.
-        decimals: number of them at least; small sizes have three significant digits.
+    Its text differs from those of `others`, unless they are equal; small sizes have three significant digits.
     """
     sizes = {num_bytes, *others}
     least = min((size for size in sizes if size > 0), default=_GIB) / _GIB

@@ -1,8 +1,7 @@
 """Writing of files: whole and on disk, or not at all. Every file of this package goes through these functions.
 
-A file is written next to its place, synced, and renamed, so that readers find the old content or the new, also after
-a crash. Links are followed, except by files that only their owner may read; a device or a pipe is written to, never replaced.
-A log grows by whole lines.
+A file is written next to its place, synced, and renamed, so that readers find the old or the new content, also after a crash.
+Links are followed, except by files for their owner alone; devices and pipes are written to. A log grows by whole lines.
 """
 
 from __future__ import annotations
@@ -22,12 +21,8 @@ Name = str | os.PathLike[str]
 def write_text(path: Name, text: str, *, private: bool = False) -> None:
     """Write a text in UTF-8, or leave the file that was there as it was. Lone surrogates become what they were read from.
 
-    Args:
-        path: of the file; its folder must exist.
-        private: only the owner may read it, whatever the mode of the file before.
-
-    Raises:
-        OSError: it cannot be written; `filename` is the path as given.
+    The folder must exist. With `private`, only the owner may read it, whatever the mode of the file before. Raises OSError,
+    whose `filename` is the path as given.
     """
     with replacing(path, private=private) as scratch, _named(path), _opened(scratch, os.O_WRONLY) as handle:
         _write(handle, text)
@@ -37,15 +32,9 @@ def write_text(path: Name, text: str, *, private: bool = False) -> None:
 def replacing(path: Name, *, private: bool = False) -> Iterator[Path]:
     """Give a path to write a file's content to, by whatever writes files; it takes the file's place when the block ends.
 
-    Where the block raises, the file stays as it was. The path has the file's suffix. For a device or a pipe it is the path
-    of that.
-
-    Args:
-        path: of the file; its folder must exist.
-        private: only the owner may read it; a link in its place is replaced.
-
-    Raises:
-        OSError: the file cannot be written; `filename` is the path as given.
+    Where the block raises, the file stays as it was. The path has the file's suffix. For a device or a pipe it is the path of
+    that. The folder must exist; with `private`, only the owner may read the file, and a link in its place is replaced. Raises
+    OSError, whose `filename` is the path as given.
     """
     target = Path(path if private else os.path.realpath(path))
     with _named(path):
@@ -73,15 +62,7 @@ def replacing(path: Name, *, private: bool = False) -> Iterator[Path]:
 
 
 def append_line(path: Name, line: str) -> None:
-    """Append a line to a log in one write; where it cannot be written whole, the log ends as before.
-
-    Args:
-        path: of the log, made if there is none.
-        line: without its end.
-
-    Raises:
-        OSError: it cannot be written; `filename` is the path as given.
-    """
+    """Append a line, without its end, to a log in one write, or leave it as before. Raises OSError with the path as given."""
     content = f"{line}\n"
     with _named(path), _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _USUAL) as handle:
         before = os.fstat(handle)

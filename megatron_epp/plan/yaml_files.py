@@ -1,7 +1,4 @@
-"""YAML files, and files that ship with the package, by path or by name.
-
-YAML is read within limits: aliases that repeat without end, or contain themselves, are refused.
-"""
+"""YAML files, read within limits (repeated or endless aliases), and files that ship with the package, by path or name."""
 
 from __future__ import annotations
 
@@ -20,11 +17,7 @@ MOST_YAML_BYTES = 1 << 20
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """Read the value of a YAML text.
-
-    Raises:
-        EppError: PyYAML is missing, the text is not YAML, or it holds too many values, too deep.
-    """
+    """Read the value of a YAML text. Raises `EppError` if PyYAML is missing, or for bad, too large or too deep YAML."""
     try:
         import yaml  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
@@ -63,11 +56,7 @@ def locate(name: str, kind: str = "", folder: Path = Path()) -> Path | None:
 
 
 def find(kind: str, name: str) -> Path:
-    """Path of the file that a name or a path denotes.
-
-    Raises:
-        EppError: there is none; the message lists the shipped names.
-    """
+    """Path of the file that a name or a path denotes. Raises `EppError`, which lists the shipped names, if there is none."""
     if (path := locate(name, kind)) is not None:
         return path
     names = shipped(kind)

@@ -54,7 +54,6 @@ class Forked:
         self._lock = threading.Lock()
 
     def kill(self) -> None:
-        """End the process, unless it has been waited for."""
         with self._lock:
             if self.returncode is None:
                 os.kill(self.pid, signal.SIGKILL)

@@ -19,24 +19,15 @@ from megatron_epp.plan.lowering import lower
 
 
 class PackedPlan(NamedTuple):
-    """A replica's plan for a global batch.
-
-    Attributes:
-        message: the plan.
-        plan_digest: its digest.
-        rows: the lowered actions of every rank.
-        planning_us: how long it took to make, and the division before it.
-        share: positions of its sequences in the global batch, in the plan's order.
-        division: a checksum, the same for all replicas' plans of a batch.
-        peak_items: bytes by item of the fullest rank at its peak, of the first plan that a training runs; else None.
-    """
+    """A replica's plan for a global batch."""
 
     message: bytes
     plan_digest: str
-    rows: tuple[bytes, ...]
-    planning_us: float
-    share: tuple[int, ...]
-    division: int = 0
+    rows: tuple[bytes, ...]  # the lowered actions of every rank
+    planning_us: float  # how long it took to make, and the division before it
+    share: tuple[int, ...]  # positions of its sequences in the global batch, in the plan's order
+    division: int = 0  # a checksum, the same for all replicas' plans of a batch
+    # Bytes by item of the fullest rank at its peak, of the first plan that a training runs; else None
     peak_items: dict[str, int] | None = None
 
     @classmethod
@@ -48,20 +39,14 @@ class PackedPlan(NamedTuple):
         division: int = 0,
         peak_items: dict[str, int] | None = None,
     ) -> PackedPlan:
-        """Lower and pack a plan.
-
-        Raises:
-            PlanError: the plan's order deadlocks.
-        """
+        """Lower and pack a plan. Raises `PlanError` if its order deadlocks."""
         return cls(*_contents(plan), planning_us, share, division, peak_items)
 
     def plan(self) -> Plan:
-        """Return the plan. Raises `PlanError` if the message is damaged."""
         plan: Plan = _unpacked(self.message)
         return plan
 
     def actions(self, rank: int) -> tuple[Action, ...]:
-        """Return the lowered actions of a rank. Raises `PlanError` if the message is damaged."""
         actions: tuple[Action, ...] = _unpacked(self.rows[rank])
         return actions
 
@@ -92,12 +77,7 @@ MicrobatchLengths = tuple[tuple[int, ...], ...]
 
 
 class OrderedPlan(NamedTuple):
-    """A plan of whole microbatches.
-
-    Attributes:
-        plan: the plan, a chunk per microbatch.
-        order: the microbatch of every chunk.
-    """
+    """A plan of whole microbatches, a chunk for each, and the microbatch of every chunk."""
 
     plan: Plan
     order: tuple[int, ...]

@@ -41,11 +41,7 @@ class PlanningProcess:
             self._worker.send(f"{_ANSWERS}:load", options)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Return what a function (``module:function``) returns there.
-
-        Raises:
-            what it raises, and `WorkerError` when the process ends again and again, or is closed.
-        """
+        """Return or raise what ``module:function`` does there, or a `WorkerError` if the process is closed or keeps ending."""
         with self._lock:
             for restarts_left in range(PROCESS_RESTARTS, -1, -1):
                 try:
@@ -56,7 +52,6 @@ class PlanningProcess:
         raise AssertionError("the last restart returns or raises")
 
     def _restarted(self, ended: EndedError) -> bool:
-        """Start the process again. Return False if it is closed."""
         with self._exchange:
             if self._is_closed:
                 return False
@@ -83,30 +78,22 @@ class PlanningProcess:
 class BackgroundPlanner:
     """Plans the batches of one run for a group of its replicas.
 
-    Equal problems get equal plans, on every machine and after a resume. The division over replicas is the
-    same for equal problems in any case.
-
-    Attributes:
-        lockstep_group: index in `lockstep_groups` of the group to plan for.
-        lockstep_groups: all replicas that share a batch. Replicas of a group share experts and get lockstep plans.
-        process: that plans; it may plan for others, too.
-        tells_peak: the first plan that runs says what its peak is made of.
+    Equal problems get equal plans, on every machine and after a resume, and so an equal division over replicas.
     """
 
     costs: Costs
     options: Options
-    lockstep_group: int = 0
+    lockstep_group: int = 0  # index in `lockstep_groups` of the group to plan for
+    # All replicas that share a batch. Replicas of a group share experts and get lockstep plans.
     lockstep_groups: LockstepGroups = ((0,),)
-    process: PlanningProcess = field(default_factory=PlanningProcess)
-    tells_peak: bool = True
+    process: PlanningProcess = field(default_factory=PlanningProcess)  # that plans; it may plan for others, too
+    tells_peak: bool = True  # the first plan that runs says what its peak is made of
 
     def plan(self, problem: Problem, grain: float = 1.0, *, is_run: bool = True) -> PackedPlans:
         """Plan the shares that the group's replicas have of a batch, in their order. Raises what `planner.plan` raises.
 
-        Args:
-            grain: slices of the longest sequence, as a multiple of the fastest plan's. It counts where the planner chooses the
-                slices and a plan with these fits.
-            is_run: False to only know whether there is a plan.
+        With `is_run` False it is only asked whether there is a plan. `grain` is the slices of the longest sequence, as a
+        multiple of the fastest plan's, where the planner chooses them and a plan with these fits.
         """
         tells_peak = self.tells_peak and is_run and not problem.forward_only
         self.tells_peak &= not tells_peak

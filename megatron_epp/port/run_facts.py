@@ -14,22 +14,14 @@ from megatron_epp.plan.problem import Options
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts of a run by which formulas give costs.
+    """Facts of a run by which formulas give costs."""
 
-    Attributes:
-        flags: validated flags of Megatron and this package that have plain values.
-        optimizer: bytes of weights, gradients and the optimizer's states.
-        loss_block_tokens: tokens of a block of the loss by the flags; 0 for the logits of a whole chunk at once.
-        kernel: name of the kernel of attention; empty for one without published rates, None on a CPU.
-    """
-
-    flags: Mapping[str, Any]
+    flags: Mapping[str, Any]  # validated flags of Megatron and this package that have plain values
     optimizer: OptimizerBytes
-    loss_block_tokens: int
-    kernel: str | None
+    loss_block_tokens: int  # tokens of a block of the loss by the flags; 0 for the logits of a whole chunk at once
+    kernel: str | None  # name of the kernel of attention; empty for one without published rates, None on a CPU
 
     def changed(self, **flags: Any) -> RunFacts:
-        """Return the facts with other values of flags."""
         return replace(self, flags={**self.flags, **flags})
 
 
@@ -56,31 +48,19 @@ class CostsFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutQuestion:
-    """Input of the choice of a layout.
+    """Input of the choice of a layout."""
 
-    Attributes:
-        batches: lengths in one replica's share of typical batches.
-        first: even layers, or those that flags ask for.
-        placements: that are tried, the first one's first.
-        search: how layers are found: "auto", "balanced", or empty for those of `first`.
-        cap_bytes: of each rank.
-        halves: stages may begin inside a layer.
-        vocabulary: "on", "off", or "auto" to try both.
-        opens_weights: weight gradients may be split off.
-        longest: tokens of the longest sequence, where the logits of whole chunks may be chosen; else 0.
-    """
-
-    batches: tuple[tuple[int, ...], ...]
-    first: Layout
-    placements: tuple[Placement, ...]
-    search: str
+    batches: tuple[tuple[int, ...], ...]  # lengths in one replica's share of typical batches
+    first: Layout  # even layers, or those that flags ask for
+    placements: tuple[Placement, ...]  # that are tried, the first one's first
+    search: str  # how layers are found: "auto", "balanced", or empty for those of `first`
     cap_bytes: int
     token_multiple: int
     options: Options
-    halves: bool
-    vocabulary: str
-    opens_weights: bool = False
-    longest: int = 0
+    halves: bool  # stages may begin inside a layer
+    vocabulary: str  # "on", "off", or "auto" to try both
+    opens_weights: bool = False  # weight gradients may be split off
+    longest: int = 0  # tokens of the longest sequence, where the logits of whole chunks may be chosen; else 0
 
 
 class LayoutAnswer(NamedTuple):

@@ -47,10 +47,7 @@ class Worker:
 
     It starts a fresh interpreter that imports nothing but what it is asked for: multiprocessing would import the training
     script again, and with it torch. It ends with the process that made it, however that ends. `forked.fork_workers` changes how
-    it starts.
-
-    Args:
-        niceness: added to the process's own, so that it takes only time that others leave.
+    it starts. `niceness` is added to the process's own, so that it takes only time that others leave.
     """
 
     def __init__(self, niceness: int = 0) -> None:
@@ -63,11 +60,7 @@ class Worker:
         return started(serve, *args)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Return what a function (``module:function``) returns, or raise what it raises; answers to `send` are dropped.
-
-        Raises:
-            EndedError: the process has ended.
-        """
+        """Return or raise what ``module:function`` does; answers to `send` are dropped. Raises `EndedError`."""
         self.send(name, *args)
         outcome = None
         while self._num_sent:
@@ -102,11 +95,9 @@ class Worker:
 def started(
     serve: Callable[..., None], *args: object, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a fresh interpreter that calls a function with the handle of a connection. Returns the process and our end of it.
+    """Start an interpreter that calls a module's function with a connection's handle; return the process and our end.
 
-    Args:
-        serve: a function at the top level of a module, which gets the handle and `args`.
-        environment: variables that are set before anything is imported, in addition to this process's.
+    `environment` is set before anything is imported, in addition to this process's variables.
     """
     ours, theirs = Pipe()
     values = ", ".join(map(repr, (theirs.fileno(), *args)))

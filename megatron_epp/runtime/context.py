@@ -23,33 +23,23 @@ from megatron_epp.runtime.upload import Upload
 
 @dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """One chunk on one stage while it runs.
-
-    Attributes:
-        chunk: index of the chunk in its plan.
-        table: layout of its segments.
-        kv_cache: the stage's KV caches.
-        view: the chunk's slice of a long sequence, or None when all its sequences are whole.
-        begun: the beginning of another long sequence, the chunk's last tokens, behind the end of the first; or None.
-        recompute: number of the stage's layers that recompute their forward in backward, by the part recomputed.
-        forward_only: no backward follows.
-        attention_output: attention output of a layer that is recomputed without its attention; None otherwise.
-        loss_group: chunks whose loss is computed together, the chunk among them; empty if it has a loss of its own.
-    """
+    """One chunk on one stage while it runs."""
 
     chunk: int
     table: SegmentTable
     kv_cache: SlicedKVCache
-    view: SliceView | None = None
+    view: SliceView | None = None  # the chunk's slice of a long sequence, or None when all its sequences are whole
     recompute: Recompute = NO_RECOMPUTE
     forward_only: bool = False
+    # Attention output of a layer that is recomputed without its attention; None otherwise
     attention_output: CachedAttentionOutput | None = None
+    # Chunks whose loss is computed together, the chunk among them; empty if it has a loss of its own
     loss_group: tuple[int, ...] = ()
+    # The beginning of another long sequence, the chunk's last tokens, behind the end of the first; or None
     begun: SliceView | None = None
 
     @property
     def begun_rows(self) -> slice:
-        """The tokens of `begun` in the chunk."""
         assert self.begun is not None
         return slice(self.table.num_real - self.begun.end, self.table.num_real)
 
@@ -88,14 +78,7 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's part of a plan.
-
-    Attributes:
-        actions: its actions in order, sends and receives included.
-        layouts: layouts of all chunks.
-        upload: of what the actions read on the device, for which compute waits before the first of them; None if nothing was
-            uploaded ahead of them.
-    """
+    """One rank's actions, sends and receives included, and all chunks' layouts; compute first waits for an `upload`."""
 
     actions: tuple[Action, ...]
     layouts: tuple[ChunkLayout, ...]
@@ -109,7 +92,6 @@ def prepare(plan: Plan, rank: int) -> Program:
 
 
 def program_of(plan: Plan, actions: tuple[Action, ...]) -> Program:
-    """Lay out the chunks of a plan whose lowered actions of one rank are known."""
     return Program(actions, chunk_layouts(plan))
 
 

@@ -1,8 +1,7 @@
 """Executor: runs one rank's lowered actions on its stages and links, in the order of the plan.
 
-The dispatch table below is the only definition of what an op does at run time; a kind of action that was added to
-`plan.operations` brings its own handler. The executor knows nothing of the model: a `Stage` runs forward and backward of one
-chunk, `Links` carries tensors, and the plan says everything else.
+The dispatch table below is the only definition of what an op does at run time; an added kind of action brings its own handler.
+The executor knows nothing of the model: a `Stage` runs forward and backward of one chunk, and `Links` carries tensors.
 """
 
 from __future__ import annotations
@@ -48,20 +47,15 @@ PairRunner = Callable[[Callable[[], None], Callable[[], None]], int]
 
 
 class Executor:
-    """Run of one plan on one rank, once.
+    """Run of one plan on one rank, once. Raises `RunError` if the plan or its actions are not for this rank or runtime.
 
     Args:
         links: communicators of the pipeline; None when it has a single rank.
         watchdog: ends the run when an action or a wait outlasts its limit.
-        offload: offloads activations; None if the plan offloads none on this rank.
-        host: host memory for KV offload; None if the plan offloads no KV cache on this rank.
-        handlers: handlers of operations that this package does not define, collectives included.
+        offload, host: of activations and of KV caches; None if the plan offloads none on this rank.
+        handlers: of operations that this package does not define, collectives included.
         program: this rank's part of the plan; prepared now if it is not given.
-        run_pair: runs the two actions of a step, and returns how often it changed between them; None to run one after the
-            other.
-
-    Raises:
-        RunError: the plan places other stages on this rank, or has actions that this runtime cannot run.
+        run_pair: runs the two actions of a step, and returns how often it changed between them; None for one after the other.
     """
 
     def __init__(
@@ -130,9 +124,7 @@ class Executor:
     def run(self) -> None:
         """Execute every action of this rank in order, after which the stages hold their gradients. May be called once.
 
-        Raises:
-            OutOfMemoryRunError: an action ran out of memory. Names the action, the rank, and flags that may help.
-            RunError: an action failed otherwise. Names the action, the rank and the grid.
+        Raises `RunError` if an action failed: `OutOfMemoryRunError`, which names flags that may help, if it ran out of memory.
         """
         self.recorder.begin()
         if self._upload is not None:
@@ -162,7 +154,6 @@ class Executor:
             self._progress.close()
 
     def _open_slots(self) -> None:
-        """Let the links keep as many messages as this rank has under way at one time."""
         if self.links is None or not self._actions:
             return
         tokens = max(map(self.plan.padded_tokens, range(len(self.plan.chunks))))
@@ -285,7 +276,6 @@ class Executor:
             del self._outputs[stage, chunk]
 
     def _post_receive(self, action: Action) -> None:
-        """Post a receive; shape, dtype and device follow from the action's stage and chunk."""
         message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
         self._arriving[action] = self._links.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
 
@@ -296,7 +286,6 @@ class Executor:
         return not self.plan.forward_only and self.stages[stage].has_gradient
 
     def _announce_last_gradient(self, action: Action) -> None:
-        """Tell the stage if an action is the last that gives its parameters a gradient."""
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
 
@@ -314,7 +303,6 @@ class Executor:
         return self._received[key]
 
     def _peer(self, message: Action) -> int:
-        """Return the rank at the other end of a send or receive."""
         return self.plan.placement[message.stage + (1 if message.op in (Op.SEND_F, Op.RECV_B) else -1)]
 
     def _is_local(self, stage: int) -> bool:

@@ -33,11 +33,7 @@ second. Not measured.
 
 
 class FailureBoard:
-    """Board of a job. A rank's first failure is kept; later ones, which often follow from it, are not.
-
-    Args:
-        store: a store of the job; None if there is none: then no rank is told.
-    """
+    """Board of a job; without a store no rank is told. A rank's first failure is kept; later ones often follow from it."""
 
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         self._store: Any = store if num_ranks > 1 else None

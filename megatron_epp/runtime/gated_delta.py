@@ -28,30 +28,20 @@ class DeltaRule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaLayer:
-    """A layer's weights for the heads that a rank has, and its kernels.
+    """A layer's weights for the heads that a rank has, and its kernels."""
 
-    Attributes:
-        number: of the layer, unique in its stage.
-        filters: of the convolution, ``[channels, 1, width]``: all queries' channels, then keys' and values'.
-        bias: of the convolution, ``[channels]``; None without.
-        decay: logarithms of the heads' decays ``[value heads]``.
-        step: bias of the gate of the decay ``[value heads]``.
-        rule: kernel of the recurrence.
-        normalise: scales the channels of queries and keys, in place of a softmax's temperature; None leaves them as they are.
-        convolve: kernel of the convolution with its activation, for packed sequences ``[1, tokens, channels]``; None for
-            torch's, where convolution and recurrence run sequence by sequence.
-        activation: of the convolution's output, where torch's runs.
-    """
-
-    number: int
-    filters: Tensor
-    bias: Tensor | None
-    decay: Tensor
-    step: Tensor
+    number: int  # of the layer, unique in its stage
+    filters: Tensor  # of the convolution, ``[channels, 1, width]``: all queries' channels, then keys' and values'
+    bias: Tensor | None  # of the convolution, ``[channels]``; None without
+    decay: Tensor  # logarithms of the heads' decays ``[value heads]``
+    step: Tensor  # bias of the gate of the decay ``[value heads]``
     rule: DeltaRule
+    # Scales the channels of queries and keys, in place of a softmax's temperature; None leaves them as they are
     normalise: Callable[[Tensor], Tensor] | None
+    # Kernel of the convolution with its activation, for packed sequences ``[1, tokens, channels]``; None for torch's, where
+    # convolution and recurrence run sequence by sequence
     convolve: Callable[..., Tensor] | None
-    activation: Callable[[Tensor], Tensor]
+    activation: Callable[[Tensor], Tensor]  # of the convolution's output, where torch's runs
 
     def __call__(self, q: Tensor, rest: Tensors, context: ChunkContext) -> Tensor:
         """Return the output of a chunk's tokens, ``[tokens, value heads, channels]``.
@@ -82,10 +72,8 @@ class DeltaLayer:
         return out
 
     def _convolved(self, rows: Tensor, tail: Tensor | None, context: ChunkContext) -> tuple[Tensor, Callable[[int], Tensor]]:
-        """Return the convolution of a chunk's rows, and what returns the last rows of one of its segments, which stand ahead of
-        the next slice's.
-
-        `tail` are the last rows of the slice before.
+        """Return the convolution of a chunk's rows behind the last ones of the slice before, and a function that returns the
+        last rows of one of its segments, which stand ahead of the next slice's.
         """
         ahead, starts = self.filters.shape[-1] - 1, context.table.query_starts
         # The tail stands in front of the slice, and what comes out for it is dropped: kernels need to know of no state.
@@ -127,7 +115,6 @@ class DeltaLayer:
             return out[0], last
 
         def whole(first: int, stop: int) -> Iterator[Tensor]:
-            """Yield the output of segments that neither continue nor go on."""
             if takes_offsets and (stop - first > 1 or view is None):
                 offsets = table.cu_seqlens(log_decay.device)[0][first : stop + 1]
                 yield run(starts[first], starts[stop], cu_seqlens=offsets - starts[first] if first else offsets)[0]
@@ -149,5 +136,4 @@ class DeltaLayer:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a tensor in fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

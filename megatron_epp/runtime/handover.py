@@ -1,12 +1,11 @@
 """Handover of a layer from a slice to the next one alone: states of a recurrence, tails of a convolution or of a window.
 
 Keys and values grow with the sequence, and every later slice reads them (`attention.kv_cache`). What is handed over here has a
-bounded size: the next slice alone reads it, so its gradient is complete at once. It lives from its slice's forward to the next
-slice's backward.
+bounded size, and the next slice alone reads it, so its gradient is complete at once. It lives until the next slice's backward.
 
 A layer has two nodes in a slice's graph. The one at its start brings in what the slice before has left, and its backward stores
 the gradient; the one at its end, around the layer's output, brings that gradient in when the earlier slice runs backward. All
-between them is ordinary autograd, so hooks of data parallelism, recompute and counting need nothing of their own.
+between is ordinary autograd, so hooks of data parallelism, recompute and counting need nothing of their own.
 """
 
 from __future__ import annotations
@@ -60,16 +59,10 @@ class Handover:
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def enter(self, layer: int, view: SliceView, *, forward_only: bool = False) -> Tensors:
-        """Return what the slice before has handed over; nothing for a first slice.
+        """Return what the slice before has handed over; nothing for a first slice. Raises `KVCacheError` if it has not run.
 
         A layer that recomputes runs first without gradients, and calls this again in its backward. What it read is kept for
         that by autograd, as a tensor of this slice, so that it is counted and offloaded with the others.
-
-        Args:
-            layer: number of the layer, unique in its stage.
-
-        Raises:
-            KVCacheError: the slice before has not run.
         """
         if view.start == 0:
             return ()
@@ -92,12 +85,9 @@ class Handover:
     ) -> Tensor:
         """Hand over the state at the end of a slice, and return the layer's output, through which its gradient comes.
 
-        A recomputed forward leaves nothing: the next slice has run backward. Nor does a last slice.
-
-        Args:
-            layer: as `enter` takes it.
-            output: of the layer, or of a part behind the state: any tensor that gets a gradient in the slice's backward.
-            most_rows: of the state's tensors behind long slices, if short ones have fewer.
+        A recomputed forward leaves nothing: the next slice has run backward. Nor does a last slice. The output may be of a part
+        behind the state: any tensor that gets a gradient in the slice's backward. `most_rows` are those of the state's tensors
+        behind long slices, if short ones have fewer.
         """
         boundary = Boundary(layer, view.sequence, view.end)
         if view.is_last_slice:
@@ -116,7 +106,6 @@ class Handover:
             raise KVCacheError(f"states at {sorted(left)} were never taken")
 
     def store_gradient(self, boundary: Boundary, gradient: Tensors) -> None:
-        """Keep the gradient of a state until the slice that has left it runs backward."""
         self._gradients[boundary] = tuple(map(_alone, gradient))
 
     def take_gradient(self, boundary: Boundary) -> Tensors:

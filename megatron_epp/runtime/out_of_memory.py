@@ -70,25 +70,17 @@ def device_retries() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryReport:
-    """Report of a rank's action that ran out of memory.
+    """Report of a rank's action that ran out of memory."""
 
-    Attributes:
-        usage: function from the rank's static bytes to its usage, or to None if that is not counted.
-        recompute_is_fixed: the planner was not free to choose the amount of recompute.
-        makes_chunks: the plan has made the chunks; otherwise they are a script's microbatches, which the script makes.
-        names: of the settings that are advised.
-    """
-
+    # Function from the rank's static bytes to its usage, or to None if that is not counted
     usage: Callable[[int], Usage | None] = device_usage
-    recompute_is_fixed: bool = False
+    recompute_is_fixed: bool = False  # the planner was not free to choose the amount of recompute
+    # The plan has made the chunks; otherwise they are a script's microbatches, which the script makes
     makes_chunks: bool = True
     names: Names = field(default_factory=dict)
 
     def text(self, plan: Plan, rank: int, action: Action, error: Exception) -> str:
-        """Return what happened and what to change, in a few lines.
-
-        Call it while the error's frames still hold the tensors of the action, so that they count as in use.
-        """
+        """Return what happened and what to change, in a few lines, while the error's frames still hold the action's tensors."""
         planned = simulate(plan).planned_bytes(rank, action._replace(op=_IN_PLAN.get(action.op, action.op)))
         usage, wanted = self.usage(plan.static_bytes[rank]), _wanted_bytes(error)
         excess = 0 if usage is None else max(0, usage.allocated_bytes + wanted - planned)

@@ -46,7 +46,6 @@ class Recorder:
     _collectives: list[tuple[Action, Any, Any]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Set the origin of time."""
         self._marks.clear()
         self._collectives.clear()
         self.wait_us = 0.0
@@ -74,10 +73,7 @@ class Recorder:
         self.wait_us += (time.perf_counter() - start) * 1e6
 
     def collective(self, action: Action) -> Callable[[], None]:
-        """Start to time a collective, which overlaps with actions; return a function to call where it has ended.
-
-        On a GPU both are called on the stream that then waits for the collective, or has waited for it.
-        """
+        """Start to time a collective, which overlaps with actions; return a function to call, on its stream, at its end."""
         if not self.enabled:
             return lambda: None
         start = mark()
@@ -88,7 +84,6 @@ class Recorder:
         return [(action, elapsed_us(start, end)) for action, start, end in self._collectives]
 
     def took_us(self) -> Iterator[tuple[Action, float]]:
-        """Yield every action with its time. On a GPU this waits for the device if it has not come to the action's end."""
         for action, start, end, _ in self._marks:
             yield action, elapsed_us(start, end)
 

@@ -22,13 +22,10 @@ class Background(Protocol):
     """Queue of work on another stream or thread. What uses a result calls what `start` has returned."""
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Queue work, whose inputs are computed, and return a function that waits for its end.
+        """Queue work whose inputs are computed; return a function that makes what follows wait for its end, or raises its
+        error.
 
-        Args:
-            work: launches kernels and collectives; no other thread may use its communicators.
-
-        Returns:
-            function that makes what follows wait for the work, and raises the error with which it ended, if any.
+        Work launches kernels and collectives, and no other thread may use its communicators.
         """
 
 
@@ -55,13 +52,11 @@ class SideThread:
         Thread(target=_serve, args=(self._queue, this_device()), name=name, daemon=True).start()
 
     def submit[T](self, work: Callable[[], T]) -> Future[T]:
-        """Queue work, and return its future result, or the error with which it ends."""
         done = Future[T]()
         self._queue.put((work, done))
         return done
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Queue work, and return a function that waits for its end and raises the error with which it ended, if any."""
         return self.submit(work).result
 
 
@@ -83,10 +78,7 @@ class SideStream:
 def complete_at_end(complete: Callable[[float | None], None]) -> None:
     """Complete the last work of a thread when a run ends: a group must not be destroyed while a collective uses it.
 
-    After a failure other ranks may not take part in it any more. Then it has `PATIENCE_S`, and its errors are not raised.
-
-    Args:
-        complete: waits for the work, for as many seconds as it is given.
+    After a failure, when other ranks may not take part any more, `complete` gets `PATIENCE_S`, and its errors are not raised.
     """
     if sys.exception() is None:
         complete(None)

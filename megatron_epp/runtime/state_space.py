@@ -31,21 +31,13 @@ class Scan(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpaceLayer:
-    """A layer's kernel with its weights, for the heads that a rank has.
+    """A layer's kernel with its weights, for the heads that a rank has."""
 
-    Attributes:
-        number: of the layer, unique in its stage.
-        scan: the kernel.
-        gate_width: columns of a row that the gate takes, the first ones.
-        mixed_width: columns that the convolution reads, the next ones; those of the steps come last, one of each head.
-        filter_width: tokens that the convolution sees.
-    """
-
-    number: int
+    number: int  # of the layer, unique in its stage
     scan: Scan
-    gate_width: int
-    mixed_width: int
-    filter_width: int
+    gate_width: int  # columns of a row that the gate takes, the first ones
+    mixed_width: int  # columns that the convolution reads, the next ones; those of the steps come last, one of each head
+    filter_width: int  # tokens that the convolution sees
 
     def __call__(self, rows: Tensor, context: ChunkContext) -> Tensor:
         """Return the output ``[tokens, heads * channels]`` of a chunk's tokens, of which rows are ``[tokens, columns]``."""

@@ -17,9 +17,8 @@ _LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 15, 0.1
 class Timer:
     """Clock of a device.
 
-    Where a single host thread computes (`alone`: no other process takes part in the work), it reads processor time, so that
-    other programs on the machine do not count. Where others compute too, or wait for each other, which uses no processor time,
-    it reads wall time.
+    A single host thread (`alone`: no other process takes part) is timed by processor time, so that other programs do not count.
+    Where others compute too, or wait for each other, which uses no processor time, wall time is read.
     """
 
     def __init__(self, device: torch.device, *, alone: bool = True) -> None:
@@ -28,7 +27,6 @@ class Timer:
         self._now_s = time.thread_time if host_alone else time.perf_counter
 
     def now_us(self) -> float:
-        """Wait for the device and read the clock, in microseconds."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return self._now_s() * 1e6

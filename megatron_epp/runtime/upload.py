@@ -22,13 +22,7 @@ _PADDING = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Tensors that are on their way to the device, or there.
-
-    Attributes:
-        buffer: bytes on the device, which all tensors are views of.
-        tensors: the tensors, in the order in which they were given.
-        wait: makes the current stream, not the host, wait for the copy. Called once, before the first use.
-    """
+    """Tensors that are on their way to the device, as views of one buffer; `wait`, called once, makes the stream wait."""
 
     buffer: Tensor
     tensors: tuple[Tensor, ...]
@@ -38,12 +32,8 @@ class Upload:
 class Uploader:
     """Uploader of tensors to a device. Uploads may be begun in any thread.
 
-    Tensors of all types share one buffer of bytes, so an iteration has one copy and one event whatever it uploads.
-
-    Args:
-        device: the device; with its index, if it is a GPU. On a CPU the copy is made at once.
-        cuda: makes streams: `torch.cuda`, or an object with its `Stream`, `current_stream`, `set_device` and `stream`; None on
-            a CPU.
+    Tensors of all types share one buffer of bytes, so an iteration has one copy and one event whatever it uploads. A GPU's
+    device has its index; `cuda` makes streams, as `torch.cuda` does; it is None on a CPU, where copies are made at once.
     """
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
@@ -53,8 +43,8 @@ class Uploader:
     def begin(self, tensors: Sequence[Tensor]) -> Upload:
         """Start to copy tensors of the CPU to the device.
 
-        Pinned memory comes from torch's cache, which gives it out again when its copy has ended. Raises `EppError` where
-        the host or the device has no memory left.
+        Pinned memory comes from torch's cache, which gives it out again when its copy has ended. Raises `EppError` where the
+        host or the device has no memory left.
         """
         if self._cuda is not None:
             self._cuda.set_device(self.device)  # a thread begins with the node's first GPU
@@ -73,7 +63,6 @@ class Uploader:
         return Upload(buffer, views, lambda: self._wait(buffer, done))
 
     def _buffers(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """Return memory of the host, pinned for a GPU, and of the device."""
         try:
             host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             return host, torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -29,8 +29,6 @@ EXIT_CODE = 75
 
 @dataclass(slots=True, eq=False)
 class _Activity:
-    """Activity that must not stand still for longer than the limit."""
-
     describe: Callable[[], str]
     progress: Callable[[], object] | None
     limit_s: float
@@ -45,11 +43,9 @@ class Watchdog:
     """Thread that watches activities and ends the process when something makes no progress for longer than `limit_s` seconds.
 
     A collective or receive that never completes blocks in native code, where no exception can reach it, or on the device, where
-    the host does not even notice; ending the process is what lets the launcher end the others. Activities may lie inside each
-    other; each has its own time.
+    the host does not even notice; ending the process lets the launcher end the others. Activities may lie inside each other.
 
     Args:
-        limit_s: limit of an activity without progress, in seconds.
         on_expiry: called with the message instead of ending the process, for tests.
         failures: where other ranks say that they failed. This process ends then too, from its first activity on.
         limit_name: setting of the limit, for messages; empty if no user has set it.
@@ -198,7 +194,6 @@ class Progress:
         self.host = point  # last: the watchdog's thread must not see the new place before the mark of the old one
 
     def close(self) -> None:
-        """Record that the host has stopped."""
         self.host = None
 
     def point(self) -> ProgressPoint | None:

@@ -9,6 +9,7 @@ from torch.nn.functional import log_softmax, softplus
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
+from megatron_epp.features.losses.scopes import ScopedLoss
 from megatron_epp.losses import (
     Average,
     ClippedRatio,
@@ -26,7 +27,6 @@ from megatron_epp.planner.order import joint_losses
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.loss.scopes import ScopedLoss
 from tests.support.seeds import spread_by_default
 
 VOCABULARY, WIDTH, TOP = 11, 5, 3

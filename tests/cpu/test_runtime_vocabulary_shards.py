@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from megatron_epp.features.vocabulary import pipeline_shards
+from megatron_epp.features.vocabulary.pipeline_shards import PipelineShards, Targets
+from megatron_epp.features.vocabulary.shards import Shard, ShardSummary, logits_pass, scale_part, weight_gradient
 from megatron_epp.plan import Action, Op
 from megatron_epp.runtime.autograd.weights import give_gradient
-from megatron_epp.runtime.loss import pipeline_shards
-from megatron_epp.runtime.loss.pipeline_shards import PipelineShards, Targets
-from megatron_epp.runtime.loss.shards import Shard, ShardSummary, logits_pass, scale_part, weight_gradient
 from megatron_epp.runtime.recorder import Recorder
 
 TOKENS, WIDTH = 13, 6

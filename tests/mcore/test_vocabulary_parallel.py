@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_epp.cost.work import work_of
+from megatron_epp.features.vocabulary.shards import Shard, logits_pass, weight_gradient
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary, shards_vocabulary, vocabulary_rows
 from megatron_epp.plan import Chunk, Op, Segment
-from megatron_epp.runtime.loss.shards import Shard, logits_pass, weight_gradient
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile
 from tests.support.mcore.forked import job, returned
 from tests.support.mcore.megatron_flags import arguments

@@ -15,13 +15,13 @@ PACKAGE = REPOSITORY / "megatron_epp"
 PROGRAMS = {
     "training": (
         ("mcore.entry", "mcore.patches.install", "mcore.iteration.document_schedule", "mcore.training.checkpoints"),
-        29_370,
+        27_810,
     ),
-    "planner": (("planner.search", "planner.service.answers"), 17_320),
-    "command line": (("tools.cli.main",), 6_390),
+    "planner": (("planner.search", "planner.service.answers"), 16_710),
+    "command line": (("tools.cli.main",), 5_890),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 65_940, "megatron_epp/contrib": 6_130, "tests": 56_220, "scripts": 9_900}
+FOLDERS = {"megatron_epp": 63_920, "megatron_epp/contrib": 6_130, "tests": 56_220, "scripts": 9_900}
 
 
 def file_of(module: str) -> Path | None:

@@ -71,10 +71,8 @@ def tell_unknown_optimizer(args: argparse.Namespace) -> None:
 def prepare_epp_args(args: argparse.Namespace) -> None:
     """Check and complete the namespace before Megatron validates it.
 
-    Raises:
-        ArgumentError: flags cannot be honoured together with `--epp`, or need it and it is missing; the message has one line
-            per problem.
-        EppError: a file that a flag names cannot be read, or the installed Megatron cannot run a script's microbatches.
+    Raises `ArgumentError`, with a line per problem, if flags cannot be honoured with `--epp`, or need it; `EppError` if a file
+    cannot be read, or the installed Megatron cannot run a script's microbatches.
     """
     door = door_of(args)
     if door is Door.USER:

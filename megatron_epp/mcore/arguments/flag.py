@@ -18,20 +18,13 @@ MOST_SEQUENCES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Reads a number within limits.
-
-    Attributes:
-        least, most: limits.
-        kind: whole numbers, or any.
-        is_above: `least` itself is too small.
-        of_what: takes the word ``auto`` too, and counts this.
-    """
+    """Reads a number within limits."""
 
     least: int
     most: float
     kind: type[int] | type[float] = int
-    is_above: bool = False
-    of_what: str = ""
+    is_above: bool = False  # `least` itself is too small
+    of_what: str = ""  # takes the word ``auto`` too, and counts this
 
     def __call__(self, text: str) -> int | float | str:
         if self.of_what and text == AUTO:
@@ -45,7 +38,6 @@ class Number:
         return value
 
     def holds(self, value: float) -> bool:
-        """Return True for a number within the limits."""
         return self.least <= value <= self.most and not (self.is_above and value == self.least)
 
     def accepts(self, value: float | str) -> bool:
@@ -60,7 +52,6 @@ class Number:
 
     @property
     def must_be(self) -> str:
-        """Words for what a value must be."""
         if self.of_what:
             return f"auto or a number of {self.of_what}, up to {self.most:,}"
         if self.is_above:
@@ -93,7 +84,6 @@ GIVEN = "given"
 
 
 def planner(text: str) -> str:
-    """Read a planner's name."""
     if ":" not in text and text not in PLANNERS:
         none = f"{brief(text)} is none of {', '.join(sorted(PLANNERS))}, and no module:function"
         raise argparse.ArgumentTypeError(none + nearest(text, PLANNERS))
@@ -106,48 +96,31 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A setting, and its flags.
+    """A setting, and its flags."""
 
-    Attributes:
-        setting: name in errors, and destination: a field of `Options`, `Problem` or `ModelShape`, else the flag's own name.
-        training: flag of a training run: ``--epp...`` is ours, any other Megatron's own; empty for none.
-        short: flags of the command line, with spaces between; it takes the one of training too. Empty for none.
-        read: type of the value; `SWITCH` for a flag without one. Training checks the limits of a `Number` with all else.
-        help: what it does, for training; the command line says it in lower case. Settings in braces become flags.
-        short_help: for the command line, where that differs.
-        default: value where the flag is not given.
-        choices: all values; empty where they are not listed.
-        metavar: the value in help texts, or its unit; N for whole numbers by default.
-        alone: value where the flag is given without one; None where it needs one.
-        takes_several: takes one or more values.
-        field: converts a parsed value to the field's.
-    """
-
-    setting: str
-    training: str = ""
-    short: str = ""
+    setting: str  # name in errors, and destination: a field of `Options`, `Problem` or `ModelShape`, else the flag's own name
+    training: str = ""  # flag of a training run: ``--epp...`` is ours, any other Megatron's own; empty for none
+    short: str = ""  # flags of the command line, with spaces between; it takes the one of training too. Empty for none.
+    # Type of the value; `SWITCH` for a flag without one. Training checks the limits of a `Number` with all else.
     read: Callable[[str], Any] = str
-    help: str = ""
-    short_help: str = ""
+    help: str = ""  # what it does, for training; the command line says it in lower case. Settings in braces become flags.
+    short_help: str = ""  # for the command line, where that differs
     default: Any = None
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
-    alone: str | None = None
+    choices: tuple[str, ...] = ()  # all values; empty where they are not listed
+    metavar: str | None = None  # the value in help texts, or its unit; N for whole numbers by default
+    alone: str | None = None  # value where the flag is given without one; None where it needs one
     takes_several: bool = False
-    field: Callable[[Any], Any] = _same
+    field: Callable[[Any], Any] = _same  # converts a parsed value to the field's
 
     def described(self, help: str, short_help: str = "") -> Flag:
-        """Return the flag with its help texts."""
         return replace(self, help=help, short_help=short_help)
 
     @property
     def unit(self) -> str | None:
-        """Name of the value in help texts."""
         return "N" if self.metavar is None and isinstance(self.read, Number) and self.read.kind is int else self.metavar
 
     @property
     def is_switch(self) -> bool:
-        """True for a flag that takes no value."""
         return self.read is SWITCH
 
     @property

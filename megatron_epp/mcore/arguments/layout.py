@@ -65,12 +65,9 @@ def is_open(args: argparse.Namespace) -> bool:
 
 
 def asked_layout(args: argparse.Namespace) -> Layout | None:
-    """Return the layout that `--epp-layout` asks for, a file's or a list of layers per stage; None if it is not given.
+    """Return the layout that `--epp-layout` asks for, even layers until the run's data have decided; None if it is not given.
 
-    Until the run's data have decided, it is the layout of even layers.
-
-    Raises:
-        EppError: it is neither, or its stages do not divide over the pipeline's ranks.
+    Raises `EppError` if it is no file and no list of layers, or its stages do not divide over the pipeline's ranks.
     """
     text = getattr(args, "epp_layout", None)
     if text is None:
@@ -103,7 +100,6 @@ def token_shards(args: argparse.Namespace) -> int:
 
 
 def placement_of(args: argparse.Namespace) -> Placement:
-    """Return the placement of the pipeline's stages on ranks, from validated arguments."""
     ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     return Placement(args.epp_placement, ranks, chunks)
 

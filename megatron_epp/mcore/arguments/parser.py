@@ -30,12 +30,7 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> None:
-    """Add flags to a command, each by one name; training's and older names are understood and not listed.
-
-    Args:
-        group: where they are listed.
-        changes: arguments of `add_argument` that differ for this command, as its default.
-    """
+    """Add flags to a command, each by one name, with `changes` of `add_argument`; other names are understood, not listed."""
     for row in map(ROWS.__getitem__, settings):
         summary = row.short_help or row.help.removesuffix(".")
         summary = summary if summary[:2].isupper() else summary[0].lower() + summary[1:]
@@ -46,17 +41,14 @@ def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> No
 
 
 def names_of(parser: argparse.ArgumentParser) -> Names:
-    """Return the flag of each setting that a command has."""
     flags = [action for action in parser._actions if action.option_strings]
     return {getattr(action, "setting", action.dest): action.option_strings[0] for action in flags}
 
 
 def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: Any) -> Options:
-    """Return the planner's options that parsed flags give.
+    """Return the planner's options that parsed flags give, with some fixed ones, which are not read from the flags.
 
-    Args:
-        training: they are of a training run, where other flags of Megatron have names of ours.
-        fixed: options with given values, which are not read from the flags.
+    In flags of a training run, other flags of Megatron have names of ours.
     """
     options = {}
     for row in TABLE:
@@ -74,7 +66,6 @@ def offloads(args: argparse.Namespace) -> bool:
 
 
 def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], more: dict[str, Any]) -> argparse.Action:
-    """Add a row's flag by its names, with more arguments of `add_argument`."""
     settings: dict[str, Any] = {"default": row.default, "metavar": row.unit, "choices": row.choices or None}
     if row.is_switch:
         settings = {"action": "store_true"}

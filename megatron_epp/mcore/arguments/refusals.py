@@ -249,7 +249,6 @@ HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 
 
 def _without_effect(settings: Any, door: Door) -> Iterator[str]:
-    """Yield settings of ours that need this package's data, layers or planners."""
     honoured = HONOURED | (HONOURED_BY_MEGATRON if door.has_flags else set())
     honoured |= {"epp_costs"} if settings.epp_costs == "learn" else set()
     values = [(row, getattr(settings, row.dest)) for row in TABLE if row.is_ours and row.dest not in honoured]
@@ -265,7 +264,6 @@ def advice(error: EppError, names: Names) -> str:
 
 
 def _numbers(args: Namespace, _: Door) -> Iterator[str]:
-    """Yield numbers outside their rows' limits."""
     for row in TABLE:
         if row.is_ours and isinstance(read := row.read, Number):
             setting = getattr(args, row.dest, None)
@@ -298,7 +296,6 @@ def _sizes(args: Namespace, _: Door) -> Iterator[str]:
 
 
 def _virtual(args: Namespace) -> bool:
-    """Return True if flags ask for several stages on a rank."""
     ranks, chunks = args.pipeline_model_parallel_size, getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     if (layout := readable_layout(args)) is not None:
         return layout.placement.num_chunks > 1
@@ -489,6 +486,5 @@ A script with its own microbatches may run another loop than Megatron's.
 
 
 def refuse(settings: object, door: Door, rules: Rules = RULES) -> None:
-    """Raise `ArgumentError` with a line for each of `problems_of`."""
     if problems := [*problems_of(settings, door, rules)]:
         raise ArgumentError("\n".join(problems))

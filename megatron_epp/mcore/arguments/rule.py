@@ -15,23 +15,15 @@ BOTH = "leave one of them out"
 
 
 class Door(enum.Flag):
-    """Source of settings, which says their names, and which of them are refused.
+    """Source of settings, which says their names, and which of them are refused."""
 
-    Attributes:
-        STOCK: the command line of a training by Megatron's own schedule.
-        DOCUMENTS: that of a training on documents.
-        USER: that of a script with its own microbatches.
-        MODEL: the configuration of a model, or of its data parallelism, whose microbatches `megatron_epp.wrap` plans.
-        WRAP: what `megatron_epp.wrap` is called with.
-        SLICED_MODEL: the configuration of a model that runs in slices: of a training on documents, or of
-            `megatron_epp.wrap_samples`, for which MODEL is asked, too.
-    """
-
-    STOCK = enum.auto()
-    DOCUMENTS = enum.auto()
-    USER = enum.auto()
-    MODEL = enum.auto()
-    WRAP = enum.auto()
+    STOCK = enum.auto()  # the command line of a training by Megatron's own schedule
+    DOCUMENTS = enum.auto()  # that of a training on documents
+    USER = enum.auto()  # that of a script with its own microbatches
+    MODEL = enum.auto()  # configuration of a model, or of its data parallelism, whose microbatches `megatron_epp.wrap` plans
+    WRAP = enum.auto()  # what `megatron_epp.wrap` is called with
+    # The configuration of a model that runs in slices: of a training on documents, or of `megatron_epp.wrap_samples`, for which
+    # MODEL is asked, too
     SLICED_MODEL = enum.auto()
     SLICES = DOCUMENTS | SLICED_MODEL
     MICROBATCHES = USER | MODEL
@@ -62,26 +54,18 @@ def always(settings: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A flag that is refused where its value asks for something.
+    """A flag that is refused where its value asks for something."""
 
-    Attributes:
-        flag: with its hyphens.
-        when: further condition on the settings, which is asked where the value asks for something.
-        say: why, as the words behind the flag with its value; ``{name}`` is another setting with its value. Empty for a flag
-            that plans cannot honour.
-        use: what to do instead, with such names; may be empty.
-        doors: who asks.
-        allowed: values that ask for nothing.
-        dest: attribute of parsed flags; empty where it follows from the flag.
-    """
-
-    flag: str
+    flag: str  # with its hyphens
+    # Further condition on the settings, which is asked where the value asks for something
     when: Callable[[Any], object] = always
+    # why, as the words behind the flag with its value; ``{name}`` is another setting with its value. Empty for a flag that
+    # plans cannot honour.
     say: str = ""
-    use: str = OUT
+    use: str = OUT  # what to do instead, with such names; may be empty
     doors: Door = Door.DOCUMENTS
-    allowed: tuple[Any, ...] = (None, False)
-    dest: str = ""
+    allowed: tuple[Any, ...] = (None, False)  # values that ask for nothing
+    dest: str = ""  # attribute of parsed flags; empty where it follows from the flag
 
     @property
     def attribute(self) -> str:
@@ -92,11 +76,9 @@ class Rule:
         return hasattr(settings, self.attribute) and getattr(settings, self.attribute) not in self.allowed
 
     def applies(self, settings: object) -> bool:
-        """Return True if the flag is refused."""
         return self.is_given(settings) and bool(self.when(settings))
 
     def text(self, settings: object, door: Door = Door.DOCUMENTS) -> str:
-        """Format the flag with its value, why it is refused, and what to do instead."""
         name, value = self.flag if door.has_flags else door.name_of(self.attribute), getattr(settings, self.attribute)
         joint = "; " if ": " in self.use else ": "
         words = f"({self.use})" if not self.say else f"{self.say}{joint * bool(self.use)}{self.use}"
@@ -104,8 +86,6 @@ class Rule:
 
 
 class _Named(dict[str, str]):
-    """Settings with their values, by attribute."""
-
     def __init__(self, settings: object, door: Door) -> None:
         self._settings, self._door = settings, door
 
@@ -138,11 +118,8 @@ def flags(
 def problems_of(settings: object, door: Door, rules: Rules) -> Iterator[str]:
     """Yield why settings are refused, a line each; in the first all flags that plans cannot honour.
 
-    Args:
-        settings: Megatron's arguments, a model's configuration, or settings of `megatron_epp.wrap` as arguments.
-
-    Raises:
-        EppError: a file or a function that a setting names cannot be read, or sizes are no sizes.
+    Settings are Megatron's arguments, a model's configuration, or settings of `megatron_epp.wrap` as arguments. Raises
+    `EppError` if a file or a function that one names cannot be read, or sizes are no sizes.
     """
     asked = [rule for rule in rules if door in rule.doors]
     clashes = [rule for rule in asked if isinstance(rule, Rule) and not rule.say and rule.applies(settings)]

@@ -35,15 +35,12 @@ _BRIDGE_CONFIG = "run_config.yaml"
 
 
 def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool) -> None:
-    """Refuse what Megatron would refuse later, and modify flags as training does; all problems of ours are told at once.
+    """Refuse what Megatron would refuse later by an `ArgumentError` with a line per problem, and modify flags as training does.
 
     Args:
         args: parsed flags that Megatron has not validated yet.
         wants_flags: look at flags. Without, their values may be in a checkpoint.
         wants_files: look at files and folders, which need not be there before a run begins.
-
-    Raises:
-        ArgumentError: the message has a line per problem.
     """
     door = door_of(args)
     is_user = door is Door.USER
@@ -67,12 +64,9 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
 
 
 def validate(args: Namespace) -> Namespace:
-    """Return flags as Megatron validates them, which it will do in the run again, without its output.
+    """Return flags as Megatron validates them, without its output. Raises `ArgumentError` if Megatron refuses them.
 
     A run on documents has Megatron make the model's configuration, too, which divides layers and heads.
-
-    Raises:
-        ArgumentError: Megatron refuses them.
     """
     import torch
     from megatron.training import arguments
@@ -107,11 +101,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals_of_megatron(args: Namespace) -> Iterator[None]:
-    """Translate errors that Megatron raises while it validates flags into an `ArgumentError` of one line.
-
-    Args:
-        args: flags ahead of it, by whose names the line calls them, with values for an assertion without words.
-    """
+    """Translate errors of Megatron's validation into an `ArgumentError` of one line, with the names of flags in `args`."""
     before = dict(vars(args))
     try:
         yield
@@ -185,7 +175,6 @@ def _packages(args: Namespace) -> Iterator[str]:
 
 
 def _written_folders(args: Namespace) -> Iterator[str]:
-    """Yield which folders cannot be written."""
     for name in ("save", "tensorboard_dir", "wandb_save_dir", "epp_report_dir"):
         folder = getattr(args, name, None)
         if not folder or _is_remote(folder):

@@ -20,11 +20,7 @@ def shards_vocabulary(args: argparse.Namespace) -> bool:
 
 
 def vocabulary_rows(entries: int, num_ranks: int) -> tuple[range, ...]:
-    """Divide the rows of one tensor-parallel rank over the pipeline ranks.
-
-    Raises:
-        ArgumentError: there are fewer rows than ranks.
-    """
+    """Divide the rows of one tensor-parallel rank over the pipeline ranks. Raises `ArgumentError` if there are too few."""
     if entries < num_ranks:
         raise ArgumentError(
             f"{VOCABULARY_FLAG} on divides a vocabulary of {entries} entries on each tensor-parallel rank over "

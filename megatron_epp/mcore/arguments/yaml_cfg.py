@@ -45,11 +45,7 @@ _SWITCH_OF_VALUE = {
 
 
 def take_yaml(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Take the file of ``--yaml-cfg`` next to ``--epp`` as defaults of a parser, and hide it from Megatron (``epp_yaml_cfg``).
-
-    Raises:
-        EppError: the file cannot be read, or a value does not fit its flag.
-    """
+    """Take the file of ``--yaml-cfg`` next to ``--epp`` as a parser's defaults, hidden from Megatron. Raises `EppError`."""
     args, _ = parser.parse_known_args(argv)
     if args.yaml_cfg is None or not args.epp:
         return parser

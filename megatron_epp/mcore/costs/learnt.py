@@ -45,10 +45,7 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
 def resumed(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[str, Any]) -> PipelineCosts | None:
     """Return costs that an earlier run learnt, the same on every rank; None if there are none for this run. A collective call.
 
-    The first rank of the job decides. A warning says why kept costs do not hold.
-
-    Args:
-        args: Megatron's arguments; costs are read in the folder of the loaded checkpoint, if there is one.
+    The first rank of the job decides by the folder of the loaded checkpoint. A warning says why kept costs do not hold.
     """
     return made_by_first(lambda: _holding(args, loaded, now))
 

@@ -1,6 +1,4 @@
-"""Facts in Megatron's arguments about the model that trains: those that formulas ask for, the bytes of its optimizer, and what
-learnt costs and the choice of a layout depend on.
-"""
+"""Facts in Megatron's arguments about the model that trains: for formulas, its optimizer, learnt costs and layouts."""
 
 from __future__ import annotations
 
@@ -29,10 +27,7 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "b
 
 
 def optimizer_bytes(args: argparse.Namespace) -> OptimizerBytes:
-    """Return the bytes of the run's weights, gradients and optimizer states, from validated arguments.
-
-    An unknown optimizer's states are taken to have Adam's bytes.
-    """
+    """Return the bytes of weights, gradients and optimizer states, Adam's if it is unknown, from validated arguments."""
     flags = dict(vars(args))
     flags |= {name: _DTYPE_NAMES.get(flags.get(name), flags.get(name)) for name in DTYPE_FLAGS}  # type: ignore[arg-type]
     if (flags.get("optimizer") or "adam") not in KINDS:
@@ -46,19 +41,14 @@ type Decides = Literal["costs", "layout", "both"]
 
 
 class _Fact(NamedTuple):
-    """An argument of Megatron, or a field of a model's configuration, on which costs or layouts depend.
-
-    Attributes:
-        untold: values that are not told, nor is None, so that what was kept before there was the row holds; None tells all.
-        only_with: argument without which this one says nothing, and is not told.
-        of_model: it is a field of the model's configuration, which a script may set by itself.
-    """
+    """An argument of Megatron, or a field of a model's configuration, on which costs or layouts depend."""
 
     name: str
     decides: Decides
+    # Values that are not told, nor is None, so that what was kept before there was the row holds; None tells all
     untold: tuple[object, ...] | None = None
-    only_with: str = ""
-    of_model: bool = False
+    only_with: str = ""  # argument without which this one says nothing, and is not told
+    of_model: bool = False  # it is a field of the model's configuration, which a script may set by itself
 
 
 _FACTS = (
@@ -120,11 +110,7 @@ _FACTS = (
 
 
 def facts(args: argparse.Namespace, what: Literal["costs", "layout"], config: object = None) -> dict[str, Any]:
-    """Return what costs or a layout depend on, by name, as values that JSON gives back as they were.
-
-    Args:
-        config: of a model; None where no fact of it decides.
-    """
+    """Return what costs or a layout depend on, by name, as values that JSON gives back as they were."""
     values = {}
     for name, decides, untold, only_with, of_model in _FACTS:
         value = getattr(config if of_model else args, name, None)
@@ -155,7 +141,6 @@ def trained_share(stage: Any) -> float | None:
 
 
 def run_facts(args: argparse.Namespace, ask: Ask) -> RunFacts:
-    """Return what formulas need to know of a run, from validated arguments."""
     flags = {name: value for name, value in vars(args).items() if _is_plain(value)}
     blocks = block_tokens_of(args) if getattr(args, "seq_length", None) else 0  # a program's microbatches may have any length
     facts = RunFacts(flags, optimizer_bytes(args), blocks, None)

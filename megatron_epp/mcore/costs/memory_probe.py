@@ -34,13 +34,12 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     """Measure the bytes per token that a chunk takes on a stage, and return `costs` with them.
 
     These are the bytes kept by a layer in every recompute mode whose time is known (from the difference that one layer makes),
-    by everything else, and by the head; the most a layer holds while its backward runs, and at the time its attention has
-    computed the gradient of keys and values; and the bytes of keys and values and of their gradient.
+    by everything else, and by the head; the most a layer holds while its backward runs, and when its attention has computed the
+    gradient of keys and values; and the bytes of these and of their gradient.
 
-    Where layers recompute, a stage keeps a little more (rotary angles, as an input of the part that runs again). This is always
-    counted as the stage's own, so that a plan overestimates memory rather than underestimates it. Where weight gradients are
-    split, the bytes that a backward keeps for them are measured too; they are zero for the stage's extras if the weights of
-    these receive their gradients in the backward.
+    Where layers recompute, a stage keeps a little more (rotary angles), always counted as the stage's own, so that a plan
+    rather overestimates memory. Where weight gradients are split, the bytes that a backward keeps for them are measured too;
+    they are zero for the stage's extras if the weights of these receive their gradients in the backward.
     """
     layers = stage.num_layers
     # What layers of multi-token prediction keep for weights counts with the head, and without other layers all with the input.
@@ -71,7 +70,6 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     is_uniform = is_alike and not costs.layers.first_mlp_bytes_per_token
 
     def at(known: ModeCosts, mode: str) -> ModeCosts:
-        """Measure what a layer keeps in a mode, compared with full recompute, and the most that its backward holds."""
         held = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
         per_token = least + (held.activations - base.activations) / (1 if is_uniform else layers)
         above = held.peak_above_entry if is_uniform else _peak(stage, mode)
@@ -109,16 +107,13 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
 
 class _OfLayer(NamedTuple):
-    """Bytes per token of one layer: kept from forward to backward, and the peak while its backward runs above what is live when
-    that begins.
-    """
+    """Bytes per token of a layer: kept from forward to backward, and the backward's peak above what is live at its begin."""
 
     kept: float
     above: float
 
 
 def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
-    """Run a chunk forward and backward, and measure every layer."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     layers = [_LayerBytes(meter) for _ in layers_of(stage)]
 
@@ -140,9 +135,8 @@ def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
 def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tuple[BlockCosts, ...]:
     """Measure what each of a stage's layers keeps, and the most that its backward holds, where they are of several kinds.
 
-    Args:
-        mean: costs of the layers, whose recompute modes are measured.
-        least: bytes per token of a layer's input, which counts for a layer that recomputes in full.
+    `mean` has the costs whose recompute modes are measured; `least` is the bytes per token of a layer's input, which counts for
+    a layer that recomputes in full.
     """
     own = {mode: _of_layers(stage, _with(mode, stage.num_layers)) for mode in ("", *mean.recompute, FULL)}
     unlike = []
@@ -165,7 +159,6 @@ def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tupl
 
 
 def _mean(layers: Sequence[BlockCosts], known: Mapping[str, ModeCosts]) -> dict[str, ModeCosts]:
-    """Return the mean of what layers keep, and their largest peak, by these modes."""
     return {
         mode: replace(
             cost,
@@ -230,7 +223,6 @@ def _caches(stage: MegatronStage) -> dict[str, list[bool]]:
 
 
 def _num_cached(module: torch.nn.Module) -> int:
-    """Return the number of attentions whose keys and values are cached."""
     return sum((relay := relay_of(part)) is not None and relay.window is None for part in module.modules())
 
 
@@ -263,28 +255,21 @@ def _with(mode: str, count: int, full: int = 0) -> Recompute:
 
 
 class Held(NamedTuple):
-    """Bytes per token.
+    """Bytes per token."""
 
-    Attributes:
-        activations: held from forward to backward.
-        head: part of `activations` that is freed before the backward reaches the layers.
-        peak_above_entry: peak while the backward of the last layer (or another) runs, above what was live when it began.
-        weights, layers_weights: kept by a backward for all weight gradients, and for the layers'.
-        half: part of `activations` that the stage's half layer keeps, if it has one besides its layers.
-        ahead: part of `activations` that layers of multi-token prediction keep.
-    """
-
-    activations: float
-    head: float
-    peak_above_entry: float
+    activations: float  # held from forward to backward
+    head: float  # part of `activations` that is freed before the backward reaches the layers
+    peak_above_entry: float  # peak while the backward of the last layer (or another) runs, above what was live when it began
+    # weights, layers_weights: kept by a backward for all weight gradients, and for the layers'
     weights: float
     layers_weights: float
+    # half, ahead: parts of `activations` that the stage's half layer besides its layers, and layers of multi-token prediction
+    # keep
     half: float
     ahead: float
 
 
 def _half(stage: MegatronStage) -> list[torch.nn.Module]:
-    """Return the half layer that a stage has besides its layers, if there is one."""
     cut, layers = stage.cut_layers, layers_of(stage)
     if cut is None or cut.begins_with_mlp == cut.ends_with_attention:
         return []
@@ -298,16 +283,11 @@ def _ends(stage: MegatronStage) -> list[torch.nn.Module]:
 
 
 def _ahead(stage: MegatronStage) -> list[torch.nn.Module]:
-    """Return the layers of multi-token prediction that a stage has."""
     return list(stage.language_model.mtp.layers) if stage.depths else []
 
 
 def _last_layer(stage: MegatronStage, that_caches: bool = False) -> list[torch.nn.Module]:
-    """Return the last of a stage's whole layers, or the two halves that make its only one; empty if it has neither.
-
-    Args:
-        that_caches: keys and values, if any does.
-    """
+    """Return a stage's last whole layer (that caches keys and values, if any), or the two halves that make its only one."""
     ends = _ends(stage)
     halves = [*_half(stage), *ends]
     whole = [layer for layer in layers_of(stage) if layer not in halves]
@@ -330,12 +310,7 @@ def _peak(stage: MegatronStage, mode: str, keep_weights: bool = False) -> float:
 def _held(
     stage: MegatronStage, recompute: Recompute, keep_weights: bool = False, layer: Sequence[torch.nn.Module] | None = None
 ) -> Held:
-    """Run a chunk forward and backward, and measure.
-
-    Args:
-        keep_weights: True to split the weight gradient off.
-        layer: modules whose backward is watched for its peak; None for the last layer.
-    """
+    """Run a chunk forward and backward, and measure; watch a layer's backward, by default the last one's, for its peak."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     last, half, ahead = _LayerBytes(meter), _LayerBytes(meter), _LayerBytes(meter)
     layer = _last_layer(stage) if layer is None else layer
@@ -368,7 +343,6 @@ class _LayerBytes:
         self._meter = meter
 
     def note(self, event: str) -> None:
-        """Follow the events of `watched`."""
         if event in ("in", "out"):
             self.kept_bytes = self._meter.live_bytes - self.kept_bytes
         elif event == "gradient in":
@@ -385,21 +359,17 @@ class _LayerBytes:
 
 
 class _Slices(NamedTuple):
-    """Bytes per token.
+    """Bytes per token."""
 
-    Attributes:
-        cache, gradient: of a layer's keys and values, and of their gradient.
-        left: the most that the last layer's backward holds when this gradient is created, above what was live when that
-            backward began and not counting the gradient itself.
-        hands_over: the first slice hands over more than keys and values.
-        ahead: that a backward has freed when it has made the first gradient of keys and values of multi-token prediction; None
-            if it makes none.
-    """
-
+    # cache, gradient: of a layer's keys and values, and of their gradient
     cache: float
     gradient: float
+    # The most that the last layer's backward holds when this gradient is created, above what was live when that backward began
+    # and not counting the gradient itself
     left: float
-    hands_over: bool
+    hands_over: bool  # the first slice hands over more than keys and values
+    # That a backward has freed when it has made the first gradient of keys and values of multi-token prediction; None if it
+    # makes none
     ahead: float | None
 
 
@@ -436,12 +406,9 @@ def _states(stage: MegatronStage) -> _States:
 def _of_slices(
     stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2, layer: Sequence[torch.nn.Module] | None = None
 ) -> _Slices:
-    """Run two slices of a sequence and measure the second one's backward, which creates the gradient of keys and values.
+    """Run two slices of a sequence of `num_slices`, and measure the second's backward, which makes keys' and values' gradient.
 
-    Args:
-        keep_weights: True to split the weight gradient off.
-        layer: modules whose backward is watched; None for the last layer that caches keys and values.
-        num_slices: number of slices that the sequence is declared to have.
+    `keep_weights` splits weight gradients off. The backward of `layer` is watched, by default the last that caches.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, kv_cache, left_bytes = segment.end, stage.kv_cache, [0]

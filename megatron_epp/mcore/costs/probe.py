@@ -24,9 +24,7 @@ _COPIED_BYTES = (1 << 20, 1 << 25)
 
 
 def measure_host_link(device: torch.device) -> tuple[float, float]:
-    """Measure copies to the host and back: latency in microseconds, and microseconds per byte. On a CPU, copies within host
-    memory are measured instead.
-    """
+    """Measure copies to the host and back, on a CPU in its memory: latency in microseconds, and microseconds per byte."""
     from megatron_epp.runtime.timer import time_host_copies  # which a run without copies does not need
 
     line = fit_line(time_host_copies(device, _COPIED_BYTES), pairs=False).line
@@ -95,7 +93,6 @@ def watched(modules: Iterable[torch.nn.Module], note: Callable[[str], None]) -> 
 
 
 def layers_of(stage: MegatronStage) -> torch.nn.ModuleList:
-    """Return the transformer layers of a stage."""
     layers: Any = stage.decoder.layers
     return layers
 

@@ -66,13 +66,10 @@ def pipeline_costs(
 ) -> PipelineCosts:
     """Return the costs of the whole pipeline, the same on every rank of the run, since replicas divide batches by them.
 
-    Bytes are always measured, by counting what autograd keeps in a forward of a small chunk. They do not vary from run to run,
-    and a profile may be of another precision. Times come from formulas or from the profile that `--epp-costs` names. A file
-    with costs of a whole pipeline is used unchanged except for two things that follow the run: the numbers of heads, and the
-    precision in which gradients of keys and values are summed. Such a file is refused if it is of another precision.
-
-    Args:
-        note: called with each step before the step starts.
+    Bytes are always measured, by counting what autograd keeps in a forward of a small chunk: they do not vary, and a profile
+    may be of another precision. Times come from formulas or from the profile that `--epp-costs` names. A file with costs of a
+    whole pipeline is used unchanged, but for the numbers of heads and the precision of sums of keys' and values' gradients; one
+    of another precision is refused. `note` is called ahead of each step.
     """
     note("reading costs")
     source = stored_costs.named(args, ask)
@@ -229,7 +226,6 @@ def gathered[T](local: T, links: Links, choose: Callable[[list[T]], T] = itemget
 
 
 def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
-    """Return the bytes of this rank's weights, gradient buffers and optimizer states."""
     optimizer = optimizer_bytes(args)
     weights = [*stage.model.parameters()]
     static = optimizer.static(parameters_of(weights), parameters_of(weight for weight in weights if weight.requires_grad))
@@ -251,10 +247,7 @@ def _cast_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
 
 
 def new_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
-    """Bytes of the gradients that autograd creates before they are added to their buffers. Fused layers create none.
-
-    One module's come together, as of all experts of a grouped layer.
-    """
+    """Bytes of gradients that autograd creates, a module's at once, before they are added up. Fused layers create none."""
     inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
     created = (
         sum(weight.nbytes for weight in module.parameters(recurse=False) if weight.requires_grad and id(weight) not in inside)
@@ -264,10 +257,7 @@ def new_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
 
 
 def placeholder_bytes(args: argparse.Namespace, stages: Iterable[MegatronStage]) -> int:
-    """Bytes of the tensors that a rank's fused layers give to autograd as gradients.
-
-    Transformer Engine keeps one of every shape (`get_dummy_wgrad`).
-    """
+    """Bytes of what a rank's fused layers give to autograd as gradients: one of every shape (`get_dummy_wgrad`)."""
     if not args.gradient_accumulation_fusion:
         return 0
     weights = (weight for stage in stages for weight in stage.decoder.parameters() if weight.requires_grad)

@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 class StageWatch:
     """Watches the stages of a pipeline, in a thread. All ranks that run the same plans call `after` in the same iterations.
 
-    Args:
-        group: all ranks that run the same plans, used by nothing else; its first rank writes the log.
+    The first rank of `group`, which are those and nothing else uses, writes the log.
     """
 
     def __init__(self, rank: int, group: ObjectGroup) -> None:

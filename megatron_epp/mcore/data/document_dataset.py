@@ -28,22 +28,13 @@ _MANY = 0.1
 class DocumentDataset:
     """Documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
 
-    Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged.
+    Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged. Raises `EppError` as `DocumentFile`
+    does, or if no document has 2 tokens.
 
     Args:
         context_limit: the most positions of a sequence (``--seq-length``).
-        first, last: document range; all by default.
         long_documents: treatment of longer documents (``--epp-documents``): ``split`` or ``truncate``.
-        vocab_size: vocabulary size of the run's tokenizer; tokens read must be below it. None checks nothing.
-
-    Attributes:
-        lengths: int32, positions of each sequence.
-        num_skipped: number of documents skipped.
-        num_long: number of documents of more than `context_limit` positions.
-        num_left_out: number of tokens that truncation leaves out.
-
-    Raises:
-        EppError: see `DocumentFile`; or no document has 2 tokens.
+        vocab_size: of the run's tokenizer; tokens read must be below it. None checks nothing.
     """
 
     def __init__(
@@ -93,10 +84,7 @@ class DocumentDataset:
         return tokens
 
     def trained(self, index: int, start: int, end: int) -> np.ndarray | None:
-        """Return the mask of tokens ``[start, end)`` of a sequence; None if the file has no mask, and all tokens are trained.
-
-        Raises `EppError` for a value that is neither 0 nor 1.
-        """
+        """Return the mask of tokens ``[start, end)``; None without one. Raises `EppError` for values but 0 and 1."""
         if self.file.mask is None:
             return None
         document, before = self._sequences.locate(index)
@@ -114,7 +102,6 @@ class DocumentDataset:
         return TrainedLabels(sum(totals), sum(cuts))
 
     def untrained(self) -> str:
-        """Say why no token of a file with a mask is trained, and what to do."""
         mask, total = f"{self.file.prefix}{MASK_SUFFIX}", self.trained_labels().total
         limit, count = self._sequences.limit, len(self._num_tokens)
         if not total:
@@ -135,11 +122,7 @@ class DocumentDataset:
         return trained_labels(self.file.mask.read, before, self._num_tokens, limit)
 
     def _tell(self, name: str, long_documents: str, num_tokens: np.ndarray) -> None:
-        """Log how many documents and sequences there are; warn of tokens left out by truncation, and of many split documents.
-
-        Args:
-            num_tokens: of each document.
-        """
+        """Log the numbers of documents and sequences; warn of tokens left out by truncation, and of many split documents."""
         limit, become = self._sequences.limit, "split" if long_documents == "split" else "truncated"
         log_single_rank(
             logger,
@@ -185,9 +168,8 @@ class DocumentDataset:
 class DocumentBlend:
     """Sequences drawn from several datasets. Implements `SequenceDataset`.
 
-    Args:
-        numbers: of the drawn sequences among those of all datasets, one dataset after another; None for each once in this order
-            (a ``--data-path`` of prefixes without weights).
+    `numbers` are of the drawn sequences among those of all datasets, one dataset after another; None for each once in this
+    order (a ``--data-path`` of prefixes without weights).
     """
 
     def __init__(self, sources: Sequence[SequenceDataset], numbers: np.ndarray | None = None) -> None:
@@ -200,12 +182,10 @@ class DocumentBlend:
         return len(self.lengths)
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Return tokens of a sequence, as the dataset that it is drawn from does."""
         source, own = self._locate(index)
         return source.tokens(own, start, end)
 
     def trained(self, index: int, start: int, end: int) -> np.ndarray | None:
-        """Return the mask of tokens of a sequence, as the dataset that it is drawn from does."""
         source, own = self._locate(index)
         return source.trained(own, start, end)
 
@@ -219,10 +199,8 @@ def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_s
     """Return draws in an order in which every prefix has the sources in proportion to their weights, to be used unshuffled.
 
     The order of the sources is Megatron's. Each source is shuffled by itself and starts over when it is used up, so small
-    sources repeat. A longer blend starts with the shorter one, so a run can be resumed with more iterations.
-
-    Args:
-        weights: weights by sequences, not by tokens, as Megatron's are by samples; they need not sum to 1.
+    sources repeat. A longer blend starts with the shorter one, so a run can be resumed with more iterations. Weights, which
+    need not sum to 1, are by sequences, not by tokens, as Megatron's are by samples.
     """
     # Here and not at the top: in a clone of Megatron-LM these helpers are compiled only when training starts.
     from megatron.core.datasets import helpers

@@ -26,17 +26,9 @@ Every token and every value of a mask is checked again when it is used; the samp
 class DocumentFile:
     """One ``.bin``/``.idx`` pair, opened and checked once, from which several splits are taken. No token is read.
 
-    Args:
-        prefix: path without suffix, as in ``--data-path``.
-        mmap: map the ``.bin`` file and the mask instead of reading from them (``--no-mmap-bin-files`` turns it off).
-
-    Attributes:
-        data: Megatron's indexed dataset.
-        num_tokens: number of tokens of each document, int32 or int64, summed over its sentences.
-        mask: mask of trained tokens, from the file next to the pair; None without one.
-
-    Raises:
-        EppError: a file is missing, empty, truncated, not an index, or does not match the others.
+    With `mmap`, the ``.bin`` file and the mask are mapped instead of read (``--no-mmap-bin-files`` turns it off). `num_tokens`
+    of each document, int32 or int64, are summed over its sentences; `mask` is None without a file. Raises `EppError` if a file
+    is missing, empty, truncated, not an index, or does not match the others.
     """
 
     def __init__(self, prefix: str, mmap: bool = True) -> None:
@@ -60,11 +52,10 @@ class DocumentFile:
 
     @property
     def total_tokens(self) -> int:
-        """Number of tokens of all documents."""
         return int(self.num_tokens.sum(dtype=np.int64))
 
     def first_token(self, document: int) -> int:
-        """Return the position of a document's first token in the file. The document must have tokens."""
+        """Return the position in the file of the first token of a document, which must have tokens."""
         sentence = self.data.document_indices[document]
         return int(self.data.index.sequence_pointers[sentence]) // self._item_bytes
 
@@ -102,7 +93,6 @@ def refuse_mask(prefix: str) -> None:
 
 
 def _item_bytes(path: str) -> int:
-    """Return the bytes of one token, from the header of an ``.idx`` file."""
     code = read_header(path).type_code
     if code not in {kind.value for kind in DType}:
         raise EppError(f"{path} has token type {code}, which this Megatron cannot read; {REMAKE}")
@@ -161,10 +151,7 @@ def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False)
 
 
 def check_mask(file: DocumentFile) -> None:
-    """Log that a file has a mask of trained tokens, and check a sample of it.
-
-    Raises `EppError` for values other than 0 and 1.
-    """
+    """Log that a file has a mask, and check a sample of it. Raises `EppError` for values other than 0 and 1."""
     if file.mask is None:
         return
     log_single_rank(

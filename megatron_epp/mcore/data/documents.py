@@ -56,23 +56,15 @@ def build_document_iterators(
 ) -> tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]:
     """Build iterators over the global batches of the train, validation and test documents, for this replica.
 
-    Every rank of the job builds the same iterators; tokens are read only by ranks that ask a batch for its chunks.
+    Every rank of the job builds the same iterators; tokens are read only by ranks that ask a batch for its chunks. The result
+    has None for a split that is not wanted, and for a test split without documents. Raises `EppError` for unusable flags or
+    files, tokens of another tokenizer than the run's, or no documents for training or for a wanted validation.
 
     Args:
-        args: Megatron's parsed arguments. Read are the data paths and ``--split``, ``--seq-length``, ``--epp-documents``,
-            ``--seed``, the batch sizes, ``--eval-iters``, ``--skip-train``, the tokenizer's flags, ``--eod-mask-loss``,
-            ``--no-mmap-bin-files``, ``--epp-lookahead``, and the consumed samples, from which training and validation go on
-            exactly.
+        args: Megatron's parsed arguments. Training and validation go on exactly from their consumed samples.
         train_plans, eval_plans: sources of the plans for this replica's part of a batch; None for no plans.
-        num_samples: numbers of sequences that train, validation and test will draw, as Megatron passes them to its
-            dataset providers.
-
-    Returns:
-        Train, validation and test iterator; None for a split that is not wanted, and for a test split without documents.
-
-    Raises:
-        EppError: unusable flags or files, tokens of another tokenizer than the run's, or no documents for training or for a
-            wanted validation.
+        num_samples: numbers of sequences that train, validation and test will draw, as Megatron passes them to its dataset
+            providers.
     """
     tokenizer = identity_of_run(args)
     batch_tokens = getattr(args, "epp_batch_tokens", None)
@@ -106,7 +98,6 @@ def build_splits(
 
     Args:
         num_samples: numbers of sequences that train, validation and test will draw.
-        tokenizer: of the run, which must have made all files' tokens.
         train_tokens: positions that training will draw at most, if its batches are of a number of tokens.
     """
     if getattr(args, "epp_samples", None):
@@ -181,9 +172,7 @@ def _streams(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, 
 
 def check_files_of(args: Namespace) -> None:
     """Raise `EppError` for a data path without files, with a mask of another size, or with tokens of another kind of tokenizer,
-    and for files to train on whose masks leave no token to train.
-
-    No token is read.
+    and for files to train on whose masks leave no token to train. No token is read.
     """
     if getattr(args, "epp_samples", None):
         return
@@ -302,7 +291,6 @@ def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
 
 
 def _masked_end(tokenizer: Tokenizer) -> int:
-    """Return the token after which ``--eod-mask-loss`` computes no loss."""
     if tokenizer.eod is None:
         raise EppError(f"--eod-mask-loss: this run's tokenizer ({tokenizer}) has no end-of-document token; leave it out")
     return tokenizer.eod

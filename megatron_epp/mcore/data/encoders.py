@@ -25,25 +25,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoder:
-    """Conversion of a document's bytes to token ids.
+    """Conversion of a document's bytes to token ids; the rest is for tokenizers that have chat templates."""
 
-    Attributes:
-        encode: converts bytes to integer ids; raises UnicodeDecodeError for bytes it cannot read.
-        tokenizer: the description that is recorded with the tokens.
-        flags: Megatron's command-line flags for training on these tokens.
-        apply_template: applies a chat template; None for tokenizers that have none.
-        template: the tokenizer's own chat template, or several by name; None if it has none.
-        decode: converts ids to text, special tokens included; None for tokenizers without chat templates.
-        stops: special tokens, at which generation can stop.
-    """
-
-    encode: Callable[[bytes], np.ndarray]
-    tokenizer: Tokenizer
-    flags: str
+    encode: Callable[[bytes], np.ndarray]  # raises UnicodeDecodeError for bytes it cannot read
+    tokenizer: Tokenizer  # the description that is recorded with the tokens
+    flags: str  # Megatron's command-line flags for training on these tokens
     apply_template: ApplyTemplate | None = None
+    # The tokenizer's own chat template, or several by name; None if it has none
     template: str | Mapping[str, str] | None = None
-    decode: Callable[[Sequence[int]], str] | None = None
-    stops: frozenset[int] = frozenset()
+    decode: Callable[[Sequence[int]], str] | None = None  # converts ids to text, special tokens included
+    stops: frozenset[int] = frozenset()  # special tokens, at which generation can stop
 
 
 # Ids 0 to 255 are the bytes of the document and 256 ends it. Megatron's NullTokenizer ends documents with its last id.
@@ -55,15 +46,7 @@ BYTES = Encoder(
 
 
 def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
-    """Build an encoder from any tokenizer that Megatron can build.
-
-    Args:
-        options: fields of Megatron's ``TokenizerConfig`` by name, at least ``tokenizer_type``.
-        flags: the same options as command-line flags of Megatron.
-
-    Raises:
-        EppError: Megatron cannot build it.
-    """
+    """Build an encoder from ``TokenizerConfig``'s options, which a run gives as `flags`. Raises `EppError`."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     kind, model = str(options.get("tokenizer_type")), options.get("tokenizer_model")
@@ -96,15 +79,7 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
 def chat_encoder(
     encoder: Encoder, roles: Sequence[str], template_file: str | Path | None = None, turns: str = "all"
 ) -> ChatEncoder:
-    """Build an encoder of conversations from one of text.
-
-    Args:
-        template_file: file with the chat template; the tokenizer's own by default.
-        turns: one of `TURNS`.
-
-    Raises:
-        EppError: the tokenizer has no chat template, or the file cannot be read.
-    """
+    """Build a chat encoder, with the tokenizer's template by default. Raises `EppError` without one, or an unreadable file."""
     if encoder.apply_template is None:
         raise EppError(
             f"--chat needs a tokenizer with a chat template: pass --tokenizer-type HuggingFaceTokenizer and --tokenizer-model "

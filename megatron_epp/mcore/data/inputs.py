@@ -36,11 +36,7 @@ Documents = Iterator[tuple[str, Tokens | None]]
 
 
 def files_of(inputs: Sequence[str | Path], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files of all inputs, a folder's files in sorted order.
-
-    Raises:
-        EppError: there are none, or one is of a pair that is prepared already.
-    """
+    """Return the files of all inputs, folders' sorted. Raises `EppError` if there are none, or one is prepared already."""
     files = [file for path in inputs for file in _files(Path(path), suffixes)]
     for file in files:
         if file.suffix in (".bin", ".idx") and all(file.with_suffix(suffix).exists() for suffix in (".bin", ".idx")):
@@ -68,14 +64,9 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def texts(files: Sequence[Path], encoder: Encoder, json_key: str, end: int | None) -> Documents:
-    """Yield the tokens of every file, or of every record of JSONL or Parquet.
+    """Yield the tokens of every file without records, or of every record of JSONL or Parquet.
 
-    Args:
-        files: a file without records is one document.
-        end: token that ends every document that is not empty; None adds none.
-
-    Raises:
-        EppError: a record has no such text, or a file is binary of a known kind.
+    `end` ends each that is not empty. Raises `EppError` if a record has no such text, or a file is binary of a known kind.
     """
     ending = np.array([] if end is None else [end], dtype=np.int64)
     strange: list[str] = []
@@ -114,18 +105,14 @@ def _records(file: Path) -> Iterator[Record]:
 
 
 def _keys(record: object) -> str:
-    """Return the first keys of a record, for an error."""
     return f" (it has {', '.join(map(brief, [*record][:8]))})" if isinstance(record, dict) and record else ""
 
 
 def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, counts: ChatCounts) -> Documents:
     """Yield the tokens of the samples of the conversation of every record, with the mask of trained tokens.
 
-    Args:
-        json_key: key of the messages of a record; None: `messages`, or ShareGPT's `conversations` in a file that has them.
-
-    Raises:
-        EppError: a record has no conversation, or the template does not take it; or no conversation has a trained message.
+    By default messages are under `messages`, or ShareGPT's `conversations` in a file that has them. Raises `EppError` if a
+    record has no conversation, or the template does not take it; or no conversation has a trained message.
     """
     roles, announced = set[str](), set[Path]()
     for file in files:
@@ -161,10 +148,8 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, cou
 def options_of(record: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return what a record gives to the chat template besides messages: its tools, and variables of the template.
 
-    Both may be text in JSON, as tables store them, and each of the tools may.
-
-    Raises:
-        EppError: they are no list and no object, or would change how the template is applied.
+    Both may be text in JSON, as tables store them, and each of the tools may. Raises `EppError` if they are no list and no
+    object, or would change how the template is applied.
     """
     options = _parsed(record.get(VARIABLES), f"{origin}: {VARIABLES}") or {}
     if not isinstance(options, dict):
@@ -192,13 +177,9 @@ def _parsed(value: Any, what: str) -> Any:
 
 
 def messages_of(record: object, key: str, origin: str) -> list[Message]:
-    """Return the messages of a record.
+    """Return the messages of a record, which may be text in JSON, as tables store them.
 
-    Args:
-        key: of the messages, which may be text in JSON, as tables store them.
-
-    Raises:
-        EppError: there are none under the key, or one has no role, or neither content nor calls of tools.
+    Raises `EppError` if there are none under the key, or one has no role, or neither content nor calls of tools.
     """
     messages = record.get(key) if isinstance(record, dict) else None
     messages = parse_json(messages, f"{origin}: {key}") if isinstance(messages, str) and messages[:1] == "[" else messages

@@ -30,42 +30,25 @@ _BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Counts of the trained tokens of conversations.
-
-    Attributes:
-        roles: roles whose messages are trained.
-        num_tokens: tokens that are trained as labels; the first one of a document never is.
-        num_documents_without: documents without any, which are in the pair all the same.
-        counts: of conversations.
-        example: lines of the first document with trained tokens, as text.
-    """
+    """Counts of the trained tokens of conversations: those that are labels; the first one of a document never is."""
 
     roles: tuple[str, ...]
     num_tokens: int
-    num_documents_without: int
+    num_documents_without: int  # documents without any, which are in the pair all the same
     counts: ChatCounts
-    example: Sequence[str]
+    example: Sequence[str]  # lines of the first document with trained tokens, as text
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Result of `prepare`.
+    """Result of `prepare`."""
 
-    Attributes:
-        prefix: path of the pair, without suffix.
-        lengths: int64, tokens of each document, including its end-of-document token.
-        num_empty: number of documents left out because they have no tokens.
-        num_unreadable: number of documents left out because they are not UTF-8 (byte-level tokens take any document).
-        record: record of the tokens, as written next to the pair.
-        trained: counts of trained tokens; None for texts, all of whose tokens are trained.
-    """
-
-    prefix: str
-    lengths: np.ndarray
-    num_empty: int
-    num_unreadable: int
+    prefix: str  # path of the pair, without suffix
+    lengths: np.ndarray  # int64, tokens of each document, including its end-of-document token
+    num_empty: int  # number of documents left out because they have no tokens
+    num_unreadable: int  # number of documents left out because they are not UTF-8 (byte-level tokens take any document)
     record: TokenRecord
-    trained: Trained | None = None
+    trained: Trained | None = None  # None for texts, all of whose tokens are trained
 
     def __str__(self) -> str:
         lengths = self.lengths
@@ -111,7 +94,8 @@ def prepare(
 
     Existing files are replaced. The record (`TokenRecord`) is a third file, and the mask of trained tokens of conversations
     (`TokenMask`) a fourth; one of an earlier pair is removed if texts replace it. All files are written under temporary names
-    and renamed when complete: on any error, earlier files stay as they were.
+    and renamed when complete: on any error, earlier files stay as they were. Raises `EppError` if there is nothing to read, a
+    line is malformed, or a file cannot be read or written.
 
     Args:
         inputs: folders (every file with one of `suffixes` below them is a document, in sorted order), files of JSONL or Parquet
@@ -122,9 +106,6 @@ def prepare(
         suffixes: by default `SUFFIXES`, for conversations `RECORD_SUFFIXES`.
         json_key: by default ``text``, for conversations ``messages``.
         chat: converts conversations to tokens, with the tokenizer of `encoder`: every line or row of every file is one.
-
-    Raises:
-        EppError: there is nothing to read, a line is malformed, or a file cannot be read or written.
     """
     eod = encoder.tokenizer.eod
     if eod is None and (append_eod or (append_eod is None and chat is None)):
@@ -155,7 +136,6 @@ def refuse_existing(prefix: str) -> None:
 
 
 def _partial(prefix: str) -> str:
-    """Return the prefix of the files while they are written."""
     return f"{prefix}.partial-{os.getpid()}"
 
 
@@ -250,13 +230,7 @@ def _write(
 class _Writer:
     """Open files of a pair, and counts of what has been written.
 
-    Attributes:
-        builder: Megatron's builder of the pair.
-        mask: file of the mask; None for a pair without.
-        tokenizer: the tokenizer of the tokens.
-        lengths: tokens of each document.
-        num_trained: tokens of each document that are trained as labels, with a mask.
-        max_token: largest id.
+    `num_trained` are tokens of each document that are trained as labels, with a mask; `max_token` is the largest id.
     """
 
     builder: Any
@@ -283,7 +257,6 @@ class _Writer:
 
 
 def _open_writer(partial: str, tokenizer: Tokenizer, opened: ExitStack, *, has_mask: bool) -> _Writer:
-    """Open the files of a pair, which `opened` closes."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))

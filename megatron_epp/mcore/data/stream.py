@@ -20,15 +20,9 @@ _KEPT = 256
 
 
 class StreamDataset:
-    """Samples of one of Megatron's GPT datasets, each a sequence of as many positions. Implements `SequenceDataset`.
+    """Samples of one of Megatron's GPT datasets, each a sequence of `num_positions`. Implements `SequenceDataset`.
 
-    Args:
-        samples: Megatron's dataset, blended or not.
-        num_positions: of every sample (``--seq-length``).
-        vocab_size: vocabulary size of the run's tokenizer; tokens read must be below it.
-
-    Attributes:
-        lengths: int32, all equal to `num_positions`.
+    Tokens that are read must be below `vocab_size` of the run's tokenizer.
     """
 
     def __init__(self, samples: Any, num_positions: int, vocab_size: int, name: str = "train") -> None:
@@ -59,11 +53,7 @@ class StreamDataset:
 def build_streams(
     args: Namespace, num_samples: Sequence[int], vocab_size: int, names: Sequence[str]
 ) -> list[StreamDataset | None]:
-    """Build the samples of the splits on every rank, as Megatron's script does on ranks that read data.
-
-    Args:
-        vocab_size: see `StreamDataset`.
-    """
+    """Build the samples of the splits on every rank, as Megatron's script does on ranks that read data."""
     # A mask has as many values as pairs of tokens; attention here is causal without one.
     without_masks = Namespace(**vars(args) | {"create_attention_mask_in_dataloader": False})
     datasets = build_gpt_datasets(without_masks, list(num_samples), lambda: True)  # all ranks need the lengths

@@ -20,6 +20,7 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import Learner, deviation, fitted_costs, size_of, untold
 from megatron_epp.data.iterator import DisagreementError
+from megatron_epp.features import Asked, RunFeature, targets
 from megatron_epp.launch.run_folder import hold, new_run_id
 from megatron_epp.mcore.arguments.layout import placement_of, token_multiple, token_shards
 from megatron_epp.mcore.arguments.table import TRAINING, names_of
@@ -46,7 +47,7 @@ from megatron_epp.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megatron_epp.losses import Loss
-    from megatron_epp.mcore.iteration.rank_vocabulary import RankVocabulary
+    from megatron_epp.mcore.model.own_inputs import OwnInputs
     from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
 
 logger = logging.getLogger(__name__)
@@ -93,10 +94,12 @@ class Run:
     watch: StageWatch | None = None
     """Comparison of iterations with their plans; None before `settle`, and if times are by formula."""
 
+    features: tuple[RunFeature, ...] = ()
+    """Features of the run, since `connect`."""
     loss: Loss | None = None
     """A loss of the user's, which our own stages compute; None for Megatron's, and where the caller's step has its loss."""
-    vocabulary: RankVocabulary | None = None
-    """This rank's shard of the output layer; None if the last stage has all of it."""
+    own_inputs: OwnInputs | None = None
+    """A caller's function that makes the first stage's input rows; None for the embedding's."""
     plan_wait_us = 0.0
     """Time spent waiting for the last plan, in microseconds."""
     peak_text = ""
@@ -136,6 +139,11 @@ class Run:
     def own_ranks(self) -> list[int]:
         """Global ranks of this rank's lockstep group."""
         return self.lockstep_ranks[self.lockstep_group]
+
+    @property
+    def asked(self) -> Asked:
+        """Wishes of the user, by which features belong to the run."""
+        return Asked(self.args, self.loss, self.own_inputs)
 
     def watching(self, what: str) -> AbstractContextManager[None]:
         """Watch the body: if it exceeds the limit, the run ends with a message that this rank `what`, as in ``waits``."""
@@ -182,6 +190,7 @@ class Run:
         for number, stage in stages.items():
             stage.has_gradient = number >= first
         self.reports.connect(self.groups, self.rank == self.placement.num_ranks - 1)
+        self.features = tuple(filter(None, (make(self) for make in targets(self.asked, "run"))))
 
     def check_trained(self) -> None:
         """Warn where a program has frozen or freed parameters since `connect`, which costs do not follow.

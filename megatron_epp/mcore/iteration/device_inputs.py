@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import mpu
@@ -28,9 +27,6 @@ from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextP
 from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
 from megatron_epp.runtime.context import Program, program_of
 from megatron_epp.runtime.upload import Upload, Uploader
-
-if TYPE_CHECKING:
-    from megatron_epp.mcore.iteration.rank_vocabulary import RankVocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +184,8 @@ def _inputs_of(columns: list[Tensor | None], of_inputs: InputArrays | None, laye
     return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays, of_all, of_layers)
 
 
-def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary | None) -> RankInputs:
-    """Return the inputs of a rank with these stages, and with a shard of the output layer if there is one."""
+def rank_inputs(stages: Mapping[int, MegatronStage], rows_of: RowsOf | None = None) -> RankInputs:
+    """Return the inputs of a rank with these stages; `rows_of` is a feature's that needs labels on every rank."""
     last = next((stage for stage in stages.values() if stage.is_last), None)
     first = next((stage for stage in stages.values() if stage.is_first), None)
     any_stage = next(iter(stages.values()))
@@ -203,9 +199,9 @@ def rank_inputs(stages: Mapping[int, MegatronStage], vocabulary: RankVocabulary 
         Uploader(device, torch.cuda if device.type == "cuda" else None),
         of_group(mpu.get_context_parallel_group()),
         reads_tokens=any(stage.is_first or stage.is_last for stage in stages.values()),
-        rows_of=vocabulary.rows if vocabulary is not None else None if last is None else last.rows,
+        rows_of=rows_of or (None if last is None else last.rows),
         depths=0 if last is None else last.depths,
-        of_loss=None if last is None or last.loss is None else last.loss.asks,
+        of_loss=None if last is None else last.asks,
         of_inputs=InputColumns(names, any_stage.axes, routing),
         sequence_part=sequence_part if any_stage.config.sequence_parallel else (0, 1),
     )

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,6 +143,8 @@ def run_batch(
         run.peak_text = memory_text(batch.plan.predicted.peak_bytes, batch.peak_items, report.iteration)
     run.watchdog.note = _of_own_chunks(run, batch)  # until the next batch: the device may stand still behind the host
     with run.telling_others():
+        for feature in run.features:
+            feature.before(batch)
         _warm_up_attention(run, batch)
         if run.exchange_buffer is not None and run.exchange_buffer.follows_chunks:
             _reserve_exchange_buffer(run, batch, run.exchange_buffer)
@@ -204,24 +205,19 @@ def _run_on_rank(
 ) -> None:
     """Run this rank's part of the batch's plan, and start the reduction of gradients if it `reduces`."""
     assert batch.plan is not None
-    program, inputs, vocabulary = batch.prepared.program, batch.prepared.inputs.chunk, run.vocabulary
+    program, inputs = batch.prepared.program, batch.prepared.inputs.chunk
     # Hooks know one backward as the last: a shard has its own, and a chunk without spans gives encoders no gradient.
-    by_hooks = run.rank == 0 and vocabulary is None and run.own_inputs is None
+    by_hooks = run.rank == 0 and run.own_inputs is None and not any(feature.adds_gradients for feature in run.features)
     splits = splits_weights(run.args)
     reduction = Reduction(get_model_config(models[0]), models, by_hooks, splits) if reduces else NoReduction(models)
     report.counts_documents(batch.prepared.inputs.upload.buffer, batch.plan.forward_only)
 
     def begin(stage: MegatronStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
-        if stage.loss is not None:
-            stage.loss.name_of = batch.name_of
         stage.begin(inputs, before_last_gradient, reduce)
 
-    open_shard = None if vocabulary is None else partial(vocabulary.begin, inputs)
-    run_plan(run, models, batch.plan, report, reduction, begin, program, open_shard)
+    run_plan(run, models, batch.plan, report, reduction, begin, program, inputs)
     for stage in run.stages.values():
         stage.end()
-    if vocabulary is not None:
-        vocabulary.end()
 
 
 def _warm_up_attention(run: SlicedRun, batch: GlobalBatch) -> None:

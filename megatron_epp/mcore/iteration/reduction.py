@@ -51,6 +51,7 @@ class Reduction:
         self._starts = [] if self._by_hooks else starts
         self._held = [contextlib.ExitStack() for _ in self._no_sync]
         self._checks: list[Callable[[], None]] = []
+        self._deferred = set[int]()
 
     def __enter__(self) -> Reduction:
         for held, no_sync in zip(self._held, self._no_sync, strict=True):
@@ -71,8 +72,19 @@ class Reduction:
         if self._by_hooks and self._held:
             self._held[index % len(self._held)].close()
 
+    def defer(self, index: int) -> None:
+        """Leave chunk `index` out until `reduce_deferred`: its gradients are complete only behind the plan's actions."""
+        self._deferred.add(index)
+
+    def reduce_deferred(self, index: int) -> None:
+        """Start the reduction of a chunk that was left out."""
+        self._deferred.remove(index)
+        self.reduce(index)
+
     def reduce(self, index: int) -> None:
         """Start the reduction of chunk `index`, whose gradients are complete."""
+        if index in self._deferred:
+            return
         self._remaining -= 1
         if self._starts:
             # Behind the last one no compute follows in the plan, so its check may wait for the device.
@@ -92,7 +104,7 @@ class NoReduction(Reduction):
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._no_sync = [chunk.no_sync for chunk in chunks if hasattr(chunk, "no_sync")]
-        self._held, self._checks = [contextlib.ExitStack() for _ in self._no_sync], []
+        self._held, self._checks, self._deferred = [contextlib.ExitStack() for _ in self._no_sync], [], set()
 
     def before_last_gradient(self, index: int) -> None:
         """Keep the hooks held."""

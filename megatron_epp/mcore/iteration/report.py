@@ -101,11 +101,10 @@ class IterationReport:
         run, plan = self.run, self.batch.plan
         if forward_only or not (run.args.epp_measure_memory or any(() if plan is None else plan.copies)):
             return
-        stages, vocabulary = run.stages.values(), run.vocabulary
+        stages = run.stages.values()
 
         def other_bytes() -> int:
-            of_shard = 0 if vocabulary is None else vocabulary.num_bytes
-            return sum(stage.kv_cache.num_bytes for stage in stages) + of_shard
+            return sum(stage.kv_cache.num_bytes for stage in stages) + sum(feature.num_bytes for feature in run.features)
 
         parameters = chain.from_iterable(stage.parameters for stage in stages)
         self.tracker = SavedTensorTracker([*parameters, uploaded], run.host, counts=True, other_bytes=other_bytes)

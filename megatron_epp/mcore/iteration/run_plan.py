@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -33,29 +34,27 @@ def run_plan(
     reduction: Reduction,
     begin: BeginStage,
     program: Program,
-    open_shard: Callable[[], Mapping[Op, Handler]] | None = None,
+    inputs: Callable[[int], Any] | None = None,
 ) -> None:
     """Run this rank's part of a plan, and start the reduction of gradients.
 
     Args:
         program: see `Executor`.
-        open_shard: begins the iteration of this rank's vocabulary shard, and returns the handlers of its actions; None if the
-            last stage has the whole vocabulary.
+        inputs: of a chunk, for features; None if chunks are a caller's microbatches.
     """
     if not plan.forward_only:
         run.check_trained()
-    config, tied = get_model_config(models[0]), None if run.vocabulary is None else run.vocabulary.tied
     out_of_memory = OutOfMemoryReport(report.tracker.usage, run.args.epp_recompute != "auto", run.makes_chunks, run.names)
-    # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters and of
-    # the embedding's rows before it, the embedding's gradient and its reduction behind it.
-    with reduction, report.tracker.context, torch.set_grad_enabled(not plan.forward_only):
+    # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters, then
+    # what features launch before and behind it.
+    with reduction, report.tracker.context, torch.set_grad_enabled(not plan.forward_only), ExitStack() as around:
         if not plan.forward_only:
-            gather_parameters(config, models)
+            gather_parameters(get_model_config(models[0]), models)
+        handlers = dict[Op, Handler]()
+        for feature in run.features:
+            handlers |= around.enter_context(feature.running(plan, inputs, reduction))
         for index, stage in enumerate(run.stages.values()):
-            reduce = partial(reduction.reduce, index) if index or tied is None else _nothing
-            begin(stage, partial(reduction.before_last_gradient, index), reduce)
-        with run.watching("waits for the embedding's rows"):
-            handlers = None if open_shard is None else open_shard()
+            begin(stage, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
         Executor(
             plan,
             run.rank,
@@ -70,14 +69,6 @@ def run_plan(
             run_pair=_pair_runner(plan, run),
             program=program,
         ).run()
-        if tied is not None and not plan.forward_only:  # the first chunk has the shard, whose gradient is complete now
-            with run.watching("waits for the embedding's gradient"):
-                tied.add_gradients()
-            reduction.reduce(0)
-
-
-def _nothing() -> None:
-    """Reduce nothing: the shard's gradient is not complete yet."""
 
 
 def _pair_runner(plan: Plan, run: Run) -> PairRunner | None:

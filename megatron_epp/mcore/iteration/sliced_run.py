@@ -6,10 +6,11 @@ import argparse
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,9 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import span_work_of
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
+from megatron_epp.features import targets
 from megatron_epp.mcore import early_planning
 from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.costs.sources import Step, pipeline_costs
 from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.iteration.base_run import Run, lockstep_groups
@@ -29,10 +30,10 @@ from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs
 from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
 from megatron_epp.mcore.model import rotary
 from megatron_epp.mcore.model.adopt import check_adopted
-from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, block_loss
+from megatron_epp.mcore.model.block_loss import block_loss
 from megatron_epp.mcore.model.core_attention import relay_of
 from megatron_epp.mcore.model.language_model import language_model_of
-from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.mcore.model.stage import MegatronStage, StageEnds
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
@@ -42,9 +43,6 @@ from megatron_epp.port.planning import BackgroundPlanner, PlanningProcess
 from megatron_epp.runtime.attention.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
 from megatron_epp.runtime.recorder import Recorder
-
-if TYPE_CHECKING:
-    from megatron_epp.mcore.model.own_inputs import OwnInputs
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +59,6 @@ class SlicedRun(Run):
     """
 
     stages: dict[int, MegatronStage]
-    own_inputs: OwnInputs | None = None
-    """A caller's function that makes the first stage's input rows; None for the embedding's."""
     learning: CostLearning | None = None
     """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
     learnt_planner: LearntPlanner | None = None
@@ -97,10 +93,7 @@ class SlicedRun(Run):
         # From here on groups are made. torch makes each on all ranks of the job, so the order of these calls must not depend on
         # the rank.
         self.connect(stages)
-        if shards_vocabulary(self.args):
-            shard = self.args, models, self.stages, config, self.placement.last_rank, self.groups, self.link_options
-            self.vocabulary = resolve_name("megatron_epp.mcore.iteration.rank_vocabulary:rank_vocabulary")(*shard)
-        self.inputs = rank_inputs(self.stages, self.vocabulary)
+        self.inputs = rank_inputs(self.stages, next((feature.rows_of for feature in self.features if feature.rows_of), None))
         self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self.lockstep_ranks], self.groups)
         if self.args.epp_schedule == "elastic":
             self.use_communicators()  # ahead of `settle`, whose caps then count their memory
@@ -123,51 +116,38 @@ class SlicedRun(Run):
             for model in models:
                 check_adopted(model)
                 rotary.adopt(language_model_of(model))  # when the program has built it: it may have put its own there
+        ends = StageEnds(MegatronStage, own_inputs=self.own_inputs)
+        for change in targets(self.asked, "ends"):
+            change(self, models, ends)
         last = self.placement.num_stages - 1
-        loss, has_head, kind = None, not shards_vocabulary(self.args), MegatronStage
-        if not has_head:
-            kind = resolve_name("megatron_epp.mcore.model.headless_stage:HeadlessStage")
-        if self.loss is not None:
-            loss = resolve_name("megatron_epp.runtime.loss.scopes:ScopedLoss")(self.loss, mpu.get_context_parallel_group())
-        asked = OF_LABELS
-        if loss is not None:
-            width = loss.asks.widths.get(loss.asks.candidates, 0)
-            if last in self.placement.stages(self.rank):
-                resolve_name("megatron_epp.mcore.model.value_head:check_head")(
-                    language_model_of(models[-1]), self.loss, self.args
-                )
-            has_head &= not loss.asks.has_values
-            asked = AskedOfLogits(getattr(self.loss, "has_entropy", False), getattr(self.loss, "temperature", 1.0), width)
         return {
-            stage: (kind if stage == last else MegatronStage)(
+            stage: (ends.last if stage == last else MegatronStage)(
                 model,
                 config,
                 is_first=stage == 0,
                 is_last=stage == last,
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
                 fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
-                block_loss=block_loss(self.args, language_model_of(model), asked) if has_head and stage == last else None,
-                loss=loss if stage == last else None,
-                own_inputs=self.own_inputs if stage == 0 else None,
+                block_loss=block_loss(self.args, language_model_of(model), ends.asked)
+                if ends.has_head and stage == last
+                else None,
+                own_inputs=ends.own_inputs if stage == 0 else None,
             )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
 
     def _prior(self, note: Callable[[Step], None]) -> PipelineCosts:
         """Return costs by formula or from a file, with measured bytes; `note` is called with each step before it starts."""
-        tied = None if self.vocabulary is None else self.vocabulary.tied
-        if tied is not None:
-            tied.gather()  # measurements run the first stage
-        costs = pipeline_costs(self.args, self.stages, self.links, self.placement.num_stages, self.ask, note)
-        if tied is not None:
-            tied.forget_gradient()
-        return costs
+        with ExitStack() as measuring:
+            for feature in self.features:
+                measuring.enter_context(feature.measuring())
+            return pipeline_costs(self.args, self.stages, self.links, self.placement.num_stages, self.ask, note)
 
     def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
         """Learn costs from a training iteration, and compare it with its plan; in some, a collective call of all ranks."""
         plan, last = batch.plan, self.stages.get(self.placement.num_stages - 1)
         assert plan is not None
-        has_output = self.vocabulary is not None or (last is not None and last.has_loss)
+        has_output = (last is not None and last.has_loss) or any(feature.rows_of for feature in self.features)
         inputs = batch.prepared.inputs
         share = (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None
         spans = () if self.learning is None else spans_of(batch.dataset, batch.indices)

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
 
+from megatron_epp.features import Asked, targets
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
 from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse, splits_weights
@@ -134,11 +134,9 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     number_attentions(model)
     for kind in KINDS:
         kind.adopt(model, args)
-    if args.epp_loss is not None:
-        resolve_name("megatron_epp.mcore.model.value_head:put_head")(model, args)
-    if shards_vocabulary(args):
-        resolve_name("megatron_epp.mcore.model.vocabulary_shard:divide_output_layer")(model, args, vp_stage)
-    elif args.epp_placement == "v":
+    for adopt in targets(Asked(args), "adopt"):
+        adopt(model, args, vp_stage)
+    if args.epp_placement == "v" and not shards_vocabulary(args):
         model_chunks.tie(model, args)
     if splits_weights(args):
         split_weight_gradients(model)

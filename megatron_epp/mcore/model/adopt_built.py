@@ -24,9 +24,8 @@ from megatron_epp.mcore.model.adopt import number_attentions
 from megatron_epp.mcore.model.core_attention import RELAY, ChunkParams, RelayAttention, is_causal
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.kinds.experts import router_problems
-from megatron_epp.mcore.model.language_model import language_model_of
+from megatron_epp.mcore.model.language_model import language_model_of, outputs_of
 from megatron_epp.mcore.model.replaced import HOOKS, assigned, put
-from megatron_epp.mcore.model.value_head import outputs_of
 from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.mcore.patches.stock_functions import is_installed
 

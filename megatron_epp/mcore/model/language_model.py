@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 _INSIDE = ("module", "thinker", "language_model")
 """Attributes that lead from a wrapper, or a multimodal model, to the language model inside."""
 
@@ -46,3 +48,10 @@ def own_positions(language_model: Any) -> Iterator[None]:
         yield
     finally:
         rotary.cp_group = group
+
+
+def outputs_of(layer: Any) -> int | None:
+    """Return the number of outputs of an output layer over all ranks; None if it does not say."""
+    weight = getattr(layer, "weight", None)
+    outputs = getattr(layer, "output_size", getattr(layer, "out_features", None))
+    return len(weight) if outputs is None and isinstance(weight, Tensor) else outputs

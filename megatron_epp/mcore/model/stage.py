@@ -14,10 +14,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.data.batch import AheadArrays, InputArrays, TrainedTokens
+from megatron_epp.data.batch import AheadArrays, InputArrays, LossColumns, TrainedTokens
 from megatron_epp.mcore.arguments.fp8 import recipe, row_multiple
 from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
-from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, shard_logits
+from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.half_layers import numbers
 from megatron_epp.mcore.model.language_model import axes_of, inside_of, language_model_of, own_positions
@@ -34,7 +34,6 @@ from megatron_epp.runtime.context import ChunkContext
 
 if TYPE_CHECKING:
     from megatron_epp.mcore.model.own_inputs import OwnInputs
-    from megatron_epp.runtime.loss.scopes import ScopedLoss
 
 
 _ROUTES = "megatron_epp.mcore.model.replayed_routes"
@@ -100,21 +99,40 @@ class ChunkInputs:
         return 1.0 if self.rows is None else self.rows.numel() / self.labels.numel()
 
 
+@dataclass(slots=True)
+class StageEnds:
+    """Differences of the first and the last stage from those between them, as features change them before stages are made.
+
+    Attributes:
+        last: makes the last stage.
+        has_head: the last stage computes logits, all or by blocks.
+        asked: properties of the last stage's loss.
+    """
+
+    last: Callable[..., MegatronStage]
+    has_head: bool = True
+    asked: AskedOfLogits = OF_LABELS
+    own_inputs: OwnInputs | None = None
+
+
 class MegatronStage:
     """One model chunk of this rank, as Megatron built and wrapped it. Implements `runtime.context.Stage`.
 
     It has `depths` of multi-token prediction, 0 without it and on all stages but the last.
 
     A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
-    chunk at once. It is cross entropy, or `loss`, which is of the labels' log-probabilities. `config` is the model's
-    `TransformerConfig`; `fp32_kv_gradients` as in `SlicedKVCache`.
+    chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` as in `SlicedKVCache`.
 
     `model` may be one with a language model inside, such as a multimodal one. Chunks run the language model, and on a first
     stage `own_inputs` may make its input rows, by a function that calls what else the model has.
     """
 
     problem = ""
-    """Problem of the last iteration's loss, as `ScopedLoss.end` says it; empty for none."""
+    """Problem of the last iteration's loss; empty for none."""
+    asks: LossColumns | None = None
+    """Columns of trained tokens that a loss of the user's reads; None for Megatron's loss."""
+    gives_values = False
+    """True if the model's outputs are values, of which the loss is, and not losses of labels."""
     has_gradient = True
     more_weights: tuple[Tensor, ...] = ()
     """Tensors that the chunk uses like parameters without owning them: the embedding, if shards hold it."""
@@ -128,7 +146,6 @@ class MegatronStage:
         tp_size: int,
         fp32_kv_gradients: str = "auto",
         block_loss: BlockLoss | FusedLoss | None = None,
-        loss: ScopedLoss | None = None,
         own_inputs: OwnInputs | None = None,
     ) -> None:
         self.language_model: Any = language_model_of(model)
@@ -137,12 +154,11 @@ class MegatronStage:
         self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
         if self.has_loss:
             shard_logits(self.language_model)
-        of_logits = self.has_loss and not (loss is not None and loss.asks.has_values)
+        of_logits = self.has_loss and not self.gives_values
         self._loss_of_rows = block_loss if block_loss is not None or not of_logits else trained_rows(self.language_model)
         self._of_all_rows = nullcontext if self._loss_of_rows is None else self._loss_of_rows.whole
         self.depths: int = (config.mtp_num_layers or 0) if getattr(self.language_model, "mtp_process", False) else 0
         self.kv_cache = SlicedKVCache(fp32_gradients=fp32_kv_gradients)
-        self.loss = loss
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
         self.weights: WeightGradients | None = getattr(self.language_model, "weight_gradients", None)
@@ -180,11 +196,6 @@ class MegatronStage:
     def has_loss(self) -> bool:
         """True if the forward returns a loss, not hidden states."""
         return self.is_last
-
-    @property
-    def gives_values(self) -> bool:
-        """True if the model's outputs are values, of which the loss is, and not losses of labels."""
-        return self.loss is not None and self.loss.asks.has_values
 
     @property
     def decoder(self) -> Any:
@@ -250,10 +261,6 @@ class MegatronStage:
         inputs = self._inputs(context.chunk)
         self.language_model.set_input_tensor(hidden)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(inputs.rows)
-        if isinstance(self.block_loss, BlockLoss) and self.loss is not None:
-            self.block_loss.candidates = None
-            if inputs.of_loss is not None and inputs.labels is not None:
-                self.block_loss.candidates = self.loss.candidates(inputs.of_loss, inputs.labels.numel())
         routes = None
         if inputs.routes is not None:
             routes = resolve_name(f"{_ROUTES}:ChunkRoutes")({layer: inputs.routes[layer] for layer in self.routed_layers})
@@ -276,22 +283,17 @@ class MegatronStage:
         self.language_model.set_input_tensor(None)  # or it would hold the last one
         # The scale is one for the class, and each backward reads it then: it is the same for all chunks.
         scale_added_losses(self.config, output)
-        if not self.has_loss:
-            return output
-        if self.gives_values and inputs.labels is not None and output.numel() != inputs.labels.numel():
-            raise EppError(
-                f"the model gives {output.numel()} values for {inputs.labels.numel()} tokens: its head must have one output, "
-                "and gather the tokens of sequence-parallel ranks"
-            )
-        if self.loss is not None and inputs.of_loss is not None:
-            values = output.reshape(1, -1).float() if self.gives_values else -output.reshape(1, -1).float()
-            if isinstance(self.block_loss, BlockLoss) and self.block_loss.more is not None:
-                values = torch.cat([values, self.block_loss.more.float()])
-            assert inputs.loss_mask is not None  # on the last stage
-            output, sums = self.loss.forward(context, values, inputs.of_loss, inputs.loss_mask[0])
-            self._report(sums, inputs.of_loss.count.to(torch.int))
-            return output
+        return self.loss_of(context, inputs, output) if self.has_loss else output
+
+    def loss_of(self, context: ChunkContext, inputs: ChunkInputs, output: Tensor) -> Tensor:
+        """Sum the losses of a chunk's tokens as Megatron does, given the model's output."""
+        assert inputs.loss_mask is not None  # on the last stage
         return self._loss(output, inputs.loss_mask)
+
+    def start_of_backward(self, context: ChunkContext, output: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return where a last stage's backward starts, scaled as Megatron scales losses, and the gradient there; None for 1."""
+        scale = self.config.grad_scale_func
+        return output if scale is None else scale(output), None
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
         """Run the backward of a chunk (see `runtime.context.Stage`); `grad` is ``[tokens / shards, 1, hidden]``.
@@ -300,13 +302,8 @@ class MegatronStage:
         """
         if keep_weights and self.weights is None:
             raise EppError("the plan splits weight gradients and the model does not", Remedy("add", "split_weight"))
-        of_values = None if self.loss is None or grad is not None else self.loss.gradient(context.chunk)
-        if grad is None and self.config.grad_scale_func is not None:
-            if of_values is None:
-                output = self.config.grad_scale_func(output)
-            else:
-                of_values = self.config.grad_scale_func(of_values)
-        grad = of_values if grad is None else grad
+        if grad is None:
+            output, grad = self.start_of_backward(context, output)
         weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights)
         with timed(self.config.timers, "backward-compute"), weights:
             # `release_output` has dropped its storage, and torch compares the shapes of output and gradient; Megatron's
@@ -351,8 +348,7 @@ class MegatronStage:
         layer: Any = self.language_model.output_layer
         return rows_to_compute(loss_mask, layer.output_size_per_partition, layer.input_size)
 
-    def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
-        assert loss_mask is not None  # on the last stage
+    def _loss(self, losses: Tensor, loss_mask: Tensor) -> Tensor:
         loss, num_tokens, values = summed_loss(loss_mask, losses)
         self._report(values, num_tokens)
         return loss
@@ -362,15 +358,10 @@ class MegatronStage:
         self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
 
     def end(self) -> None:
-        """Release the iteration's inputs, and check its loss: one of the user's token by token, and Megatron's for NaN.
-
-        They are checked once, since a check of every chunk would make the host wait.
-        """
+        """Release the iteration's inputs, and check its loss once, since a check of every chunk would make the host wait."""
         self._inputs = None
         if self.weights is not None:
             self.weights.in_plan = False
-        if self.loss is not None:
-            self.problem = self.loss.end()
         if self.loss_report is not None:
             check_loss(self.loss_report[0], "this iteration")
 

@@ -20,21 +20,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Replacement of one function.
+    """Replacement of one function."""
 
-    Attributes:
-        target: "package.module:name" or "package.module:Class.method".
-        replacement: the new function; with `wraps`, it gets the original as its first argument.
-        reason: one line, shown when the patch is applied.
-        wraps: True if the replacement calls the original.
-        fingerprints: `fingerprint(target)` of every original the patch was written for, by default from
-            `fingerprints.PATCHED`; none if the content of the original does not matter.
-    """
-
-    target: str
-    replacement: Callable[..., Any]
-    reason: str
+    target: str  # "package.module:name" or "package.module:Class.method"
+    replacement: Callable[..., Any]  # the new function; with `wraps`, it gets the original as its first argument
+    reason: str  # one line, shown when the patch is applied
     wraps: bool = False
+    # `fingerprint(target)` of every original the patch was written for, by default from `fingerprints.PATCHED`; none if the
+    # content of the original does not matter
     fingerprints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -61,15 +54,9 @@ _applied: list[_Applied] = []
 def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int = logging.INFO) -> None:
     """Apply the patches that are not applied yet: all of them, or none if one finds code that it does not know.
 
-    Names that other modules have already imported (`from x import y`) are replaced too.
-
-    Args:
-        patches: the patches, in order; a later one may wrap what an earlier one has put in place.
-        allow_unknown: apply patches also to code that they do not know.
-        level: level at which rank 0 logs one line per patch.
-
-    Raises:
-        EppError: a target is missing, or has an unknown fingerprint.
+    Names that other modules have already imported (`from x import y`) are replaced too; a later patch may wrap what an earlier
+    one has put in place. Rank 0 logs one line per patch. Raises `EppError` if a target is missing, or has an unknown
+    fingerprint, which `allow_unknown` permits.
     """
     done = {applied.patch for applied in _applied}
     new = [patch for patch in patches if patch not in done]
@@ -95,11 +82,7 @@ def around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
 
 
 def revert(patches: Sequence[Patch] | None = None) -> None:
-    """Undo the given patches, or all, in reverse order, for a process that continues without them (a notebook or a test).
-
-    Raises:
-        EppError: a later patch was applied on top of one of them.
-    """
+    """Undo patches, or all, in reverse order, as a notebook needs. Raises `EppError` if a later one is on top of one."""
     chosen = [a for a in reversed(_applied) if patches is None or a.patch in patches]
     for applied in chosen:
         if resolve(applied.patch.target) is not applied.replacement:
@@ -109,7 +92,6 @@ def revert(patches: Sequence[Patch] | None = None) -> None:
 
 
 def applied() -> tuple[Patch, ...]:
-    """Return the patches in force, oldest first."""
     return tuple(a.patch for a in _applied)
 
 
@@ -172,7 +154,6 @@ def _missing(target: str) -> EppError:
 
 
 def check(patch: Patch, allow_unknown: bool = False) -> None:
-    """Raise `EppError` if a patch's target is missing, or is code that the patch does not know."""
     resolve(patch.target)
     if allow_unknown or not patch.fingerprints:
         return

@@ -1,13 +1,12 @@
 """Routers of experts see the tokens of a chunk without its padding, and replay its routes.
 
-Chunks are padded to a multiple of the ranks that share their tokens. While a chunk runs, Megatron's routers leave its padding
-out of all that they add up or count over tokens: auxiliary and z losses, tokens per expert, capacity, Sinkhorn's balance.
-Losses are of all ranks that share the chunk, and count by its tokens as on one rank. Megatron's own `padding_mask` multiplies
-each rank's part of a loss by that rank's number of tokens, and before 0.19 by no number of ranks, masked or not. Outside of
-chunks, as for a script's own microbatches, routers are Megatron's.
+Chunks are padded to a multiple of the ranks that share them. Megatron's routers leave that padding out of all that they add up
+or count over tokens: auxiliary and z losses, tokens per expert, capacity, Sinkhorn's balance; losses count as on one rank.
+Megatron's own `padding_mask` multiplies each rank's part of a loss by that rank's number of tokens, and before 0.19 by no
+number of ranks. Outside of chunks, as for a script's own microbatches, routers are Megatron's.
 
-A chunk whose samples have routes brings them along. Routers then take these experts in the way of Megatron's own replay, with
-probabilities of their own, and in a recomputed forward the same ones again.
+Where samples have routes, routers take these experts in the way of Megatron's own replay, with probabilities of their own, and
+in a recomputed forward again.
 """
 
 from __future__ import annotations
@@ -31,13 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RealTokens:
-    """Numbers of a chunk's tokens without padding, which is at its end.
-
-    Attributes:
-        total: on all ranks that share the chunk.
-        on_rank: on this rank, its first ones.
-        rows: on this rank with padding.
-    """
+    """Numbers of a chunk's tokens without padding, which is at its end: on all ranks, and on this one; `rows` with it."""
 
     total: int
     on_rank: int
@@ -57,12 +50,7 @@ class RealTokens:
 
 
 class _Running(threading.local):
-    """Chunk that a thread runs: the two actions of a step run in a thread each.
-
-    Attributes:
-        routes: of the chunk; None where routers choose.
-        layer: number of the layer whose router is choosing.
-    """
+    """Chunk that a thread runs: the two actions of a step run in a thread each."""
 
     real: RealTokens | None = None
     routes: ChunkRoutes | None = None

@@ -1,9 +1,8 @@
 """Check that the functions a script passes to Megatron are Megatron's own, since `--epp` replaces them by this package's.
 
-A plan runs chunks while a script's `forward_step` takes microbatches, so `forward_step` is not called, nor are the script's
-loss, batches and dataset provider. They count as Megatron's own if each of them, and every function of the script that they
-name, has a fingerprint in `fingerprints.SCRIPTS`. Anything else is refused, as are other arguments of `pretrain` that `--epp`
-would not use.
+A plan runs chunks, so the script's `forward_step`, loss, batches and dataset provider are not called. They count as Megatron's
+own if each of them, and every function of the script that they name, has a fingerprint in `fingerprints.SCRIPTS`. Anything else
+is refused, as are other arguments of `pretrain` that `--epp` would not use.
 """
 
 from __future__ import annotations
@@ -67,14 +66,7 @@ def check_script(args: argparse.Namespace) -> None:
 
 
 def require_stock(functions: Mapping[str, Any]) -> None:
-    """Refuse functions unless they and all functions that they reach are Megatron's own, or this package's.
-
-    Args:
-        functions: functions that a script passes to Megatron, by their role, one of `ROLES`.
-
-    Raises:
-        EppError: a function was changed; the message has a line for every change.
-    """
+    """Raise `EppError`, a line per change, unless functions, by `ROLES`, and all they reach are Megatron's or ours."""
     new = {role: function for role, function in functions.items() if not any(function is each for each in _passed)}
     changes = [change for role, function in new.items() for change in changes_of(role, function)]
     if changes:

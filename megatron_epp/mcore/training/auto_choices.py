@@ -22,11 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def settle_latents(args: argparse.Namespace) -> None:
-    """Settle `--epp-latents auto` by plans for the run's first batch and its longest sequence.
-
-    Args:
-        args: validated arguments of a model with latent attention, which get ``on`` or ``off``.
-    """
+    """Settle `--epp-latents auto` by plans for the run's first batch and its longest sequence."""
     if args.epp_latents == "auto":
         args.epp_latents = "on" if made_by_first(partial(_are_better, args, named(args, ask))) else "off"
 

@@ -41,8 +41,6 @@ measured: how much these need depends on the machine and the data.
 
 @dataclass(frozen=True, slots=True)
 class _Caps:
-    """Caps of all pipeline ranks, and the one that the run wanted."""
-
     wanted_bytes: int
     cap_bytes: tuple[int, ...]
 
@@ -95,10 +93,8 @@ def _kept(args: argparse.Namespace) -> tuple[int, ...] | None:
 def cap_bytes(args: argparse.Namespace, saved_bytes: int | None = None) -> int:
     """Return the bytes of this rank's memory that plans may fill: the wanted cap, and on a GPU at most the available memory.
 
-    Call it after set-up, when the memory of the CUDA context, communicators and libraries is already in use.
-
-    Args:
-        saved_bytes: cap of the previous run, which is used if the available memory is nearly the same.
+    Call it after set-up, when the memory of the CUDA context, communicators and libraries is already in use. The cap of the
+    previous run, `saved_bytes`, is used if the available memory is nearly the same.
     """
     wanted = wanted_cap_bytes(args)
     if not torch.cuda.is_initialized():

@@ -54,8 +54,7 @@ def _watchdog(limit_s: float) -> Watchdog:
 def settle(args: Namespace) -> None:
     """Make sure that `--load` names a whole checkpoint, before any rank reads it. A collective call.
 
-    Raises:
-        EppError: it is damaged, and there is none before it or `--epp-checkpoint-fallback` is not given.
+    Raises `EppError` if it is damaged, and there is none before it or `--epp-checkpoint-fallback` is not given.
     """
     if args.load is None or args.ckpt_step is not None or args.non_persistent_ckpt_type == "local":
         return
@@ -77,11 +76,7 @@ def _check_on_first_rank(check: Callable[[], None]) -> None:
 
 @contextmanager
 def telling_layout(args: Namespace) -> Iterator[None]:
-    """Say what to do if optimizer state does not load in this layout; Megatron itself advises a flag that does not help.
-
-    Raises:
-        EppError: in place of Megatron's error.
-    """
+    """Say in an `EppError` what to do if optimizer state does not load in this layout; Megatron advises a useless flag."""
     try:
         yield
     except BaseException as error:  # torch's error of a load on several ranks is no `Exception`
@@ -97,14 +92,8 @@ def telling_layout(args: Namespace) -> Iterator[None]:
 def settle_rows(args: Namespace, entries: int) -> None:
     """Make sure that the checkpoint to load has an embedding of as many rows as the model. A collective call.
 
-    Megatron cuts it, or leaves new rows as they were initialised, without a word; all of them count in the loss. Where the
-    model cannot have the checkpoint's rows, there is a warning alone.
-
-    Args:
-        entries: of the tokenizer; 0 if there is none.
-
-    Raises:
-        EppError: the rows differ.
+    Megatron cuts it, or leaves new rows as initialised, without a word, and all count in the loss. So `EppError` is raised;
+    where the model cannot have the checkpoint's rows, there is a warning. `entries` are of the tokenizer, 0 without one.
     """
     folders = [Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder is not None]
     if folders:
@@ -141,13 +130,9 @@ def embedding_rows(folder: Path) -> int | None:
 
 
 def settle_folder(folder: Path, *, falls_back: bool) -> None:
-    """Refuse a damaged newest checkpoint, or set it aside and name the one before in the tracker file.
+    """Refuse a damaged newest checkpoint by an `EppError`, or set it aside and name the one before in the tracker file.
 
-    Args:
-        folder: of the checkpoints. One without a tracker file has none, and is left as it is.
-
-    Raises:
-        EppError: the newest is damaged and stays.
+    A folder without a tracker file has no checkpoints, and is left as it is.
     """
     try:
         named = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
@@ -179,7 +164,6 @@ def settle_folder(folder: Path, *, falls_back: bool) -> None:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Return the fault of a checkpoint's files; None if they are whole."""
     if not checkpoint.is_dir():
         return f"there is no checkpoint {checkpoint}"
     return next(_faults(checkpoint), None)

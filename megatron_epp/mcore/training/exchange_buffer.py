@@ -12,9 +12,7 @@ from megatron_epp.mcore.model.kinds.experts import flex_backend
 
 
 class ExchangeBuffer:
-    """The buffer by which all layers of experts in this rank's model chunks exchange tokens with DeepEP or HybridEP; none
-    without these.
-    """
+    """The buffer by which all layers of experts in this rank's model chunks exchange tokens with DeepEP or HybridEP."""
 
     def __init__(self, models: Iterable[torch.nn.Module], device: torch.device) -> None:
         layers = (module for model in models for module in model.modules() if flex_backend(getattr(module, "config", None)))
@@ -38,15 +36,12 @@ class ExchangeBuffer:
         fused_a2a.get_buffer(manager.group, fused_a2a.get_hidden_bytes(token))
 
     def reserve(self, num_tokens: int, spare_bytes: int) -> None:
-        """Allocate the buffer ahead of an iteration that needs a larger one, or whose plan has no room for the larger one of an
-        earlier iteration. A collective call of the ranks that exchange.
+        """Allocate the buffer ahead of an iteration that needs a larger one, or whose plan has no room for a larger earlier
+        one.
 
-        In an exchange that is larger than all before it would grow by itself, while chunks are in flight whose handles are of
-        the smaller one.
-
-        Args:
-            num_tokens: of this rank in the largest chunk of its plan. The buffer holds the largest of any rank.
-            spare_bytes: of this rank's cap that its plan, which counts such a buffer, never fills.
+        A collective call of the ranks that exchange: in an exchange it would grow while chunks are in flight whose handles are
+        of the smaller one. It holds the largest `num_tokens` of a rank's chunks. `spare_bytes` are of the cap, and never filled
+        by a plan.
         """
         manager = self._managers["hybridep"]
         from megatron.core.transformer.moe import fused_a2a

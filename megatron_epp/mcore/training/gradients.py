@@ -13,7 +13,6 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from megatron.training import training
 from torch import Tensor
 
-from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
 from megatron_epp.plan.writing import replacing
 
 
@@ -26,14 +25,14 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
     for chunk in model:
         numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for name, parameter in chunk.named_parameters():
-            if isinstance(shard := getattr(unwrap_model(chunk), "output_layer", None), VocabularyShard):
+            if hasattr(shard := getattr(unwrap_model(chunk), "output_layer", None), "vocabulary"):  # its rows are divided
                 name = _name_of_shard(name, parameter, shard)
             if getattr(parameter, "shared", False):
                 name = name.replace("output_layer", "embedding.word_embeddings")
             yield re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(numbers[int(m[0])]), name), parameter  # noqa: B023
 
 
-def _name_of_shard(name: str, parameter: torch.nn.Parameter, shard: VocabularyShard) -> str:
+def _name_of_shard(name: str, parameter: torch.nn.Parameter, shard: Any) -> str:
     """Add the rows to the name of a shard's weight, which is named as the embedding if the two are tied."""
     if parameter is not shard.weight:
         return name
@@ -42,10 +41,7 @@ def _name_of_shard(name: str, parameter: torch.nn.Parameter, shard: VocabularySh
 
 
 def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
-    """Return every parameter's gradient over all replicas, by name.
-
-    The distributed optimizer reduces a part on each replica; the parts are gathered.
-    """
+    """Return every parameter's gradient by name, with the distributed optimizer's parts gathered from all replicas."""
     whole = {}
     for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         whole[buffer] = buffer.grad_data.clone()

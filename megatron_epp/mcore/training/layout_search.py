@@ -62,31 +62,19 @@ _BATCHES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """Choices of the job's first rank.
-
-    Attributes:
-        layout: of the layers, and whether the output layer is divided.
-        splits_weights: weight gradients are actions of their own, where plans are faster with them.
-        has_whole_logits: the logits of a whole chunk are there at once, where `--epp-loss-block-tokens` leaves it open.
-    """
+    """Choices of the job's first rank."""
 
     layout: Layout
-    splits_weights: bool = False
+    splits_weights: bool = False  # weight gradients are actions of their own, where plans are faster with them
+    # The logits of a whole chunk are there at once, where `--epp-loss-block-tokens` leaves it open
     has_whole_logits: bool = False
 
 
 def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
     """Choose what flags leave open of layers, output layer and weight gradients, on the job's first rank for all.
 
-    A collective call, before there are groups of ranks.
-
-    Args:
-        args: validated arguments, which get the choices.
-        flags: those that Megatron had not validated yet.
-
-    Raises:
-        EppError: by a layout that is asked for: none fits the caps, there are no documents, or `--epp-costs` has costs of
-            whole stages.
+    A collective call, before there are groups of ranks. Validated `args` get the choices. Raises `EppError` by a layout that is
+    asked for: none fits the caps, there are no documents, or `--epp-costs` has costs of whole stages.
     """
     searches, opens_weights = args.epp_layout in SEARCHED, args.epp_split_weight_gradient == AUTO
     if not (searches or opens_weights or args.epp_vocab_parallel == AUTO):
@@ -123,11 +111,7 @@ _OF_STAGES = ("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "align
 
 
 def _validated(flags: argparse.Namespace, layout: Layout) -> argparse.Namespace:
-    """Return a run's flags with a layout, as Megatron validates them.
-
-    Raises:
-        ArgumentError: flags do not go with the layout.
-    """
+    """Return a run's flags with a layout, as Megatron validates them. Raises `ArgumentError` if they do not go together."""
     own = {"epp_layout": layers_text(layout.halves).replace(" ", ""), "epp_placement": layout.placement.kind}
     megatrons = {"pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None}
     trial = argparse.Namespace(**vars(flags) | own | megatrons)

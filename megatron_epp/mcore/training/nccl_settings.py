@@ -26,10 +26,7 @@ _MOST_CTAS = 1024
 
 
 def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[str, Any]:
-    """Return the settings of a link's communicator, named as in `--nccl-communicator-config-path`; the user's `own` come first.
-
-    Raises `EppError` if all links of a rank together could hold every SM.
-    """
+    """Return a link's settings, the user's `own` first. Raises `EppError` if a rank's links together could hold every SM."""
     defaults = link_defaults(num_links, num_sms)
     ours = defaults["max_ctas"]
     settings = {**defaults, "max_ctas": max(ours, own.get("min_ctas", 0)), **own}
@@ -44,15 +41,9 @@ def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[
 
 
 def link_options(args: argparse.Namespace, used: Sequence[Direction]) -> GroupOptions | None:
-    """Return a factory of options for the groups that carry messages; None if these do not use NCCL.
+    """Return a factory of options for the groups that carry messages in the used directions; None if these do not use NCCL.
 
-    Every rank of the job must call this at the same point.
-
-    Args:
-        used: directions in which messages are sent.
-
-    Raises:
-        EppError: all links of a rank together could hold every SM.
+    Every rank of the job must call this at the same point. Raises `EppError` if a rank's links could hold every SM.
     """
     if not uses_nccl():
         return None
@@ -60,15 +51,11 @@ def link_options(args: argparse.Namespace, used: Sequence[Direction]) -> GroupOp
 
 
 def time_limit(args: argparse.Namespace) -> timedelta:
-    """Return the time limit of the run's collectives and messages."""
     return timedelta(minutes=args.distributed_timeout_minutes)
 
 
 def user_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Read the user's communicator settings for pipelines, from a file and from flags.
-
-    Raises `EppError` if the file holds something else.
-    """
+    """Read the user's communicator settings for pipelines, from a file and from flags. Raises `EppError` for another file."""
     options: dict[str, Any] = {}
     if (path := args.nccl_communicator_config_path) is not None:
         with naming_file(f"--nccl-communicator-config-path {path}"):
@@ -80,7 +67,6 @@ def user_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_pipelines(body: Any) -> dict[str, Any]:
-    """Return the settings for pipelines of a file's content. Raises `EppError` if it is none."""
     if not isinstance(body, dict | None):
         raise EppError(f"the file holds {brief(body)}; it must hold names of groups with their settings")
     settings = (body or {}).get(_GROUP) or {}

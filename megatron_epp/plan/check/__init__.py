@@ -21,13 +21,7 @@ __all__ = ["Examined", "Violation", "check", "examine", "report"]
 
 
 class Examined(NamedTuple):
-    """Findings of `check` with its intermediate results; None for results that it did not reach.
-
-    Attributes:
-        faults: as `check` returns them.
-        timeline: the simulation.
-        launches: the lowered plan, or the launches that were given.
-    """
+    """Findings of `check` with its intermediate results; None for results that it did not reach."""
 
     faults: list[Violation]
     timeline: Timeline | None = None
@@ -60,7 +54,6 @@ def check(plan: Plan, rows: Rows | None = None) -> list[Violation]:
 
 
 def examine(plan: Plan, rows: Rows | None = None) -> Examined:
-    """Run `check` and return its findings with its intermediate results."""
     columns = columns_of(plan)
     if faults := list(check_tables(plan, columns)):
         return Examined(faults)

@@ -30,11 +30,7 @@ from megatron_epp.plan.simulate import Playback
 
 def check_presence(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
     """Yield violations unless every forward and backward occurs exactly once and on its stage's rank, optional actions are
-    complete, and no action is unknown.
-
-    Args:
-        plan: whose tables `check_tables` finds right.
-        steps: the step of every action.
+    complete, and no action is unknown. `check_tables` must have found nothing.
     """
     wrong = np.union1d(_misplaced(plan, columns, steps), np.append(steps.unknown, steps.repeated))
     first = _first_positions(columns, steps) if len(steps.repeated) else {}
@@ -61,10 +57,7 @@ def check_presence(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[
 
 
 def _misplaced(plan: Plan, columns: PlanColumns, steps: Listed) -> Integers:
-    """Indices of actions that may not be on their rank.
-
-    Whether an action may be there depends on its operation, site and track only, so each such group is looked up once.
-    """
+    """Indices of actions that may not be on their rank. Each operation, site and track is looked up once."""
     known = np.delete(np.arange(len(columns.op)), steps.unknown)
     num_sites = 1 + int(columns.site[known].max(initial=0))
     tracks = np.repeat(np.arange(len(columns.tracks)), list(map(len, columns.tracks)))
@@ -80,7 +73,6 @@ def _misplaced(plan: Plan, columns: PlanColumns, steps: Listed) -> Integers:
 
 
 def _first_positions(columns: PlanColumns, steps: Listed) -> dict[Action, tuple[int, int]]:
-    """Rank and position of the first occurrence of every known action."""
     positions: dict[Action, tuple[int, int]] = {}
     unknown = set(steps.unknown.tolist())
     for index in range(len(columns.op)):
@@ -90,7 +82,6 @@ def _first_positions(columns: PlanColumns, steps: Listed) -> dict[Action, tuple[
 
 
 def _missing(plan: Plan, steps: Listed) -> Iterator[Violation]:
-    """Yield a violation for each action that a plan must have and does not have."""
     present = {*steps.ops, *(op for kind in operations() if kind.op in steps.ops for op in kind.together)}
     always = {Presence.ALWAYS}
     complete = {Presence.COMPLETE_ALWAYS}
@@ -108,23 +99,15 @@ def _missing(plan: Plan, steps: Listed) -> Iterator[Violation]:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of action in a list of the plan.
+    """A kind of action in a list of the plan."""
 
-    Attributes:
-        foreign: reason for which it may not be in the list; empty if it may.
-        is_listed: it is of the list's track.
-        ranks: the rank of each of its sites.
-        site: word for a site.
-    """
-
-    foreign: str
-    is_listed: bool = False
+    foreign: str  # reason for which it may not be in the list; empty if it may
+    is_listed: bool = False  # it is of the list's track
     ranks: Sequence[int] = ()
     site: str = ""
 
     @classmethod
     def of(cls, plan: Plan, op: Op, in_copies: bool) -> _Kind:
-        """Look up a kind for the compute lists, or for the copies."""
         if not is_defined(op):
             return cls(f"operation {op} has no definition")
         kind = operation(op)
@@ -216,13 +199,9 @@ def _deadlock(graph: Graph, number: int, need: int) -> Violation:
 def check_links(columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
     """Yield violations unless, at every boundary between ranks, the receiver takes chunks in the order of the sender.
 
-    Messages of one boundary never overtake each other: one that did would wait in memory that no step accounts for.
-    Boundaries that share a link (looped placements put several on one) may interleave differently on both sides; lowering
-    then receives in the order of the sends.
-
-    Args:
-        columns: of a plan whose actions `check_presence` finds right.
-        steps: the step of every action.
+    One message that overtook another would wait in memory that no step accounts for. Boundaries that share a link, as in looped
+    placements, may interleave differently on both sides; lowering then receives as sent. `check_presence` must have found
+    nothing.
     """
     for kind in operations(Track.COMPUTE):
         for need in needs_of(kind.op):
@@ -240,7 +219,7 @@ def check_links(columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
 
 
 def _chunks_of(columns: PlanColumns, op: Op, site: int) -> list[tuple[int, int, int]]:
-    """Chunks of an operation's actions at a site in the order of the lists, each with its rank and position."""
+    """Chunk, rank and position of an operation's actions at a site, in the order of the lists."""
     actions = columns.of(op)
     actions = actions[columns.site[actions] == site]
     return [(int(columns.chunk[index]), *columns.where(int(columns.step[index]))) for index in actions.tolist()]
@@ -249,11 +228,7 @@ def _chunks_of(columns: PlanColumns, op: Op, site: int) -> list[tuple[int, int, 
 def _crossed(
     sent: Sequence[tuple[int, int, int]], taken: Sequence[tuple[int, int, int]], receiver: Action
 ) -> Iterator[Violation]:
-    """Yield a violation for the first chunk on each link of a boundary that is taken in another order than it is sent.
-
-    Args:
-        sent, taken: chunks of both sides in their order, each with its rank and position.
-    """
+    """Yield a violation for the first chunk on each link of a boundary that is taken in another order than it is sent."""
     source = {chunk: (rank, position) for chunk, rank, position in sent}
     target = {chunk: rank for chunk, rank, _ in taken}
     queues: dict[tuple[int, int], list[int]] = {}

@@ -1,8 +1,8 @@
 """Verification that lowered rows cannot hang, however ranks queue and synchronise their launches.
 
-Ranks launch their rows in order. The proof assumes the strictest machine: a launch starts when all earlier launches of its
-rank have ended. Then a row is a chain, and a message, a reduction or an exchange is one event that stands in several rows at
-once. Rows are free of deadlock if and only if these chains can be merged, that is, have no cycle.
+The proof assumes the strictest machine: a launch starts when all earlier launches of its rank have ended. Then a row is a
+chain, and a message, a reduction or an exchange is one event that stands in several rows at once. Rows are free of deadlock if
+and only if these chains can be merged, that is, have no cycle.
 
 What passes here passes on every weaker machine, because each only waits for less:
 
@@ -31,8 +31,6 @@ _MOST_KEY = 1 << 62
 
 
 class BlockedAt(NamedTuple):
-    """A launch of lowered rows."""
-
     replica: int
     rank: int
     position: int
@@ -41,13 +39,9 @@ class BlockedAt(NamedTuple):
 def blocked(replicas: Sequence[Rows | Launches], lockstep: bool = False) -> list[BlockedAt]:
     """Find launches that wait for each other; an empty list if all rows run to their ends.
 
-    Args:
-        replicas: the lowered rows of each data-parallel replica of one pipeline: reductions join them.
-        lockstep: the replicas share experts, so every forward, backward and recompute joins them too.
-
-    Returns:
-        the launches of a cycle, each waiting for the next one and the last for the first, or the one launch whose partner is
-        in no row. Each is the first of its row that cannot end.
+    Returns the launches of a cycle, each waiting for the next and the last for the first, or the one launch whose partner is in
+    no row: each the first of its row that cannot end. Reductions join the rows of a pipeline's data-parallel replicas, and with
+    `lockstep`, for shared experts, so do all forwards, backwards and recomputes.
     """
     joined = list(map(Launches.of, replicas))
     ranks = [(replica, rank) for replica, launches in enumerate(joined) for rank in range(launches.num_ranks)]
@@ -88,23 +82,16 @@ def check_launches(replicas: Sequence[Rows | Launches], lockstep: bool = False) 
 
 
 class _Events(NamedTuple):
-    """Launches that are shared with other rows. All sides of an event have its number.
+    """Launches that are shared with other rows. All sides of an event have its number."""
 
-    Attributes:
-        event: of each launch.
-        position: of each launch in its row.
-        rows: the part of these columns that is each row's.
-        parties: by event, the number of rows that it waits for, whether they have it or not.
-    """
-
-    event: Integers
-    position: Integers
-    rows: list[slice]
-    parties: Integers
+    event: Integers  # of each launch; positions count in its row
+    position: Integers  # of each launch; positions count in its row
+    rows: list[slice]  # the part of these columns that is each row's
+    parties: Integers  # by event, the number of rows that it waits for, whether they have it or not
 
 
 def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
-    """Find the events of the rows of all replicas, one after another. Arguments as in `blocked`."""
+    """Find the events of the rows of all replicas, one after another."""
     none = np.zeros(0, dtype=np.int64)
     columns, rows, count = [(none,) * 6], list[slice](), 0
     for replica, launches in enumerate(replicas):
@@ -124,26 +111,18 @@ def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
 
 
 class _Shared[T](NamedTuple):
-    """Event of the launches of an operation, in numbers.
+    """Event of the launches of an operation, in numbers."""
 
-    Attributes:
-        operation: number of the operation that names the event; -1 if the launches are in no event.
-        offset: from the launch's site to the one that names the event.
-        by_site, by_chunk: 1 if every site or chunk has its own event, else 0.
-        replica: whose event it is; -1 if all replicas take part.
-        parties: number of rows that take part; 0 for all that have it.
-    """
-
-    operation: T
-    offset: T
+    operation: T  # number of the operation that names the event; -1 if the launches are in no event
+    offset: T  # from the launch's site to the one that names the event
+    # by_site, by_chunk: 1 if every site or chunk has its own event, else 0
     by_site: T
     by_chunk: T
-    replica: T
-    parties: T
+    replica: T  # whose event it is; -1 if all replicas take part
+    parties: T  # number of rows that take part; 0 for all that have it
 
     @staticmethod
     def of(op: Op, replica: int, num_ranks: int, lockstep: bool) -> _Shared[int]:
-        """Look up an operation. Arguments as in `blocked`."""
         known, kind = Op.known(), operation(op)
         if (side := kind.side) is None:
             return _Shared(known.index(op) if lockstep and kind.in_layers else -1, 0, 1, 1, -1, 0)
@@ -166,11 +145,7 @@ def _numbered(columns: Sequence[Integers]) -> Integers:
 
 
 def _merge(rows: Sequence[Sequence[int]], parties: Sequence[int]) -> list[int]:
-    """Run all rows as far as possible and return the number of events that each has passed.
-
-    Args:
-        rows: events of each row, in order.
-    """
+    """Run all rows of events as far as possible and return the number of events that each has passed."""
     at, waiting = [0] * len(rows), dict[int, list[int]]()
     missing, ready = list(parties), list(range(len(rows)))
     while ready:
@@ -195,9 +170,7 @@ def _merge(rows: Sequence[Sequence[int]], parties: Sequence[int]) -> list[int]:
 def check_own_messages(lowered: Rows, rows: Rows) -> Iterator[Violation]:
     """Yield a violation for each message of a rank that is missing, doubled, unknown, or launched too early or too late.
 
-    Args:
-        lowered: the plan with the messages that it needs, of every rank.
-        rows: what ranks launch, of every rank: the plan's compute actions and messages.
+    `lowered` is the plan with the messages that it needs; `rows` are what ranks launch, compute actions and messages.
     """
     takers = dict(_takers())
     for rank, (needed, row) in enumerate(zip(lowered, rows, strict=True)):
@@ -224,7 +197,6 @@ def _is_message(op: Op) -> bool:
 
 
 def _maker(send: Action) -> Action:
-    """Return the action whose result a send carries."""
     (need,) = operation(send.op).needs
     return send._replace(op=need.op)
 

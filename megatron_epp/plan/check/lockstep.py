@@ -1,9 +1,9 @@
 """Verification that plans of replicas that share experts can run in lockstep.
 
-Every forward and backward of a layer with experts exchanges tokens with the other replicas, and so does every recompute. So at
-every step all of them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight
-gradients, copies and KV offload exchange nothing and may differ. But weight gradients and times change when messages are
-received among the exchanges, and replicas that differ in this may wait for each other: `deadlock` checks for it.
+Every forward, backward and recompute of a layer with experts exchanges tokens with the other replicas. So at every step all of
+them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight gradients, copies and KV
+offload exchange nothing and may differ; but they change when messages are received among the exchanges, so that replicas may
+wait for each other: `deadlock` checks for it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ from megatron_epp.plan.plan import Plan
 
 
 def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:
-    """Find every violation of lockstep between the first plan and the others; an empty list if all can run together.
-
-    Args:
-        plans: one per replica, each sound by itself (`check`).
-
-    Returns:
-        violations whose `rank` and `position` are in the replica that the reason names.
-    """
+    """Find every violation of lockstep between the first replica's plan and another, in which `rank` and `position` are."""
     faults = [fault for replica, plan in enumerate(plans) if replica for fault in _against(plans[0], plan, replica)]
     if faults or not plans:
         return faults

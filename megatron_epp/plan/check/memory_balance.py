@@ -62,10 +62,7 @@ _Owner = tuple[str, int, int]
 
 
 def _is_balanced(timeline: Timeline, rank: int, chains: list[int]) -> bool:
-    """True only if `_balance` finds nothing: a test of all steps at once, which a rank with steps of several actions fails.
-
-    No bytes of a stage and chain fall below zero or are left, and some are live whenever a step starts that may read them.
-    """
+    """True only if `_balance` finds nothing: one test of all steps, which a rank with steps of several actions fails."""
     graph, ops = timeline.graph, timeline.graph.columns.ops
     columns, (number, at_end, delta) = graph.columns, memory_changes(graph, timeline.played, rank)
     if len(columns.op) > len(columns.steps):

@@ -42,12 +42,10 @@ def _is_time(time_us: Floats) -> Booleans:
 
 
 def check_tokens(plan: Plan) -> Iterator[Violation]:
-    """Yield violations unless every token is in exactly one chunk, and every chunk has at most one slice, at its beginning,
-    whose end is a multiple of the padding, or two: the end of a sequence at its beginning, and at its end another one's
-    beginning.
+    """Yield violations unless every token is in exactly one chunk, and every chunk has at most one slice, at its beginning, or
+    two: the end of a sequence, and at the chunk's end another one's beginning.
 
-    A sequence's last slice ends with the sequence. All others fill whole multiples, so that no padding is between two slices of
-    a sequence.
+    Slices but a sequence's last fill whole multiples of the padding, so that no padding is between two of them.
     """
     held: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
     for c, chunk in enumerate(plan.chunks):
@@ -80,7 +78,6 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
 
 
 def check_extensions(plan: Plan) -> Iterator[Violation]:
-    """Yield violations that the plan's extensions find."""
     for extension in plan.extensions:
         yield from map(_fault, extension.faults(plan.chunks, plan.lengths))
 
@@ -216,10 +213,7 @@ def _choices(plan: Plan) -> Iterator[str]:
 
 
 def _recompute_times(plan: Plan, columns: PlanColumns) -> Iterator[str]:
-    """Yield faults unless recompute time is within the time of the backward, or of the action that recomputes before it.
-
-    Recompute may take no time: plans without costs have zero for every pass, and so have parts too short to measure.
-    """
+    """Yield faults unless recompute is within the time of the action that does it; without costs it is zero."""
     again_us, sizes = entries(plan.recompute_us), np.array([*map(len, plan.recompute_us), 0])
     most_us, starts = np.full(len(again_us), math.inf), np.cumsum(sizes) - sizes
     for op in (Op.B, Op.R):
@@ -249,9 +243,7 @@ def _fault(reason: str, rank: int | None = None) -> Violation:
 def check_predicted(timeline: Timeline) -> Iterator[Violation]:
     """Yield violations unless makespan, bubble and peaks equal the simulator's, and the lower bound is at most the makespan.
 
-    The simulation uses the plan's own times and bytes: it proves that the numbers follow from the steps, not that a machine
-    takes as long. Times and bytes of the steps, layers of the stages and static bytes are the planner's estimates, of which
-    only the range is checked. A plan without predictions (`Prediction.none`) has no violation.
+    It proves that the numbers follow from the steps' own times and bytes, of which only the range is checked.
     """
     plan, predicted = timeline.plan, timeline.plan.predicted
     if predicted == Prediction.none(plan.num_ranks):

@@ -16,15 +16,7 @@ _AT_MOST = 20
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One fault of a plan.
-
-    Attributes:
-        rank: rank of the list with the fault; None for a fault of the tables.
-        position: index in that list; None for a fault that is in no list.
-        action: the action at fault; None if it is not an action.
-        reason: one line, with the numbers.
-        in_copies: `position` counts in `plan.copies[rank]` instead of `plan.ranks[rank]`.
-    """
+    """One fault of a plan: of its tables if `rank` is None, of `plan.copies` if `in_copies`, else of `plan.ranks`."""
 
     rank: int | None
     position: int | None
@@ -42,11 +34,7 @@ class Violation:
 
 
 def report(plan: Plan, violations: Sequence[Violation]) -> str:
-    """Format the grid with an arrow under each fault. Long rows are cut to the neighbourhood of the fault.
-
-    Args:
-        violations: findings of `check`; if empty, the result is one line that says that the plan is sound.
-    """
+    """Format the grid with an arrow under each fault; one line if there is none. Long rows are cut around faults."""
     if not violations:
         return f"sound: {plan.num_ranks} ranks, {plan.num_stages} stages, {len(plan.chunks)} chunks\n"
     lines = [f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"]

@@ -24,17 +24,13 @@ Attend = Callable[[Tensor, Tensors], Tensor]
 
 
 class ContextParallel:
-    """Scheme by which ranks share the tokens of every chunk; this one is for ranks that have all tokens of a chunk."""
-
-    rank: int = 0
-    """This rank's number among those that share a chunk."""
+    rank: int = 0  # this rank's number among those that share a chunk
 
     def shards(self, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
         """Return every rank's tokens among the `num_tokens` (padded) tokens of a chunk, in the order in which it has them."""
         return ((slice(0, num_tokens),),)
 
     def shard(self, num_tokens: int) -> tuple[slice, ...]:
-        """Return this rank's tokens, as `shards` does."""
         return self.shards(num_tokens)[self.rank]
 
     def shards_of_loss(self, scope: str, num_tokens: int) -> tuple[tuple[slice, ...], ...]:
@@ -50,16 +46,11 @@ class ContextParallel:
         return attend(q, cached)
 
     def own_heads(self, weight: Tensor, kv_heads: int = 1) -> Tensor:
-        """Return the entries ``[own heads, *]`` for the heads that this rank has in attention, of a weight ``[heads, *]``.
-
-        Args:
-            kv_heads: heads of the cached tensors that `attend` gets with these.
-        """
+        """Return this rank's heads of a weight ``[heads, *]``, where cached tensors of its attention have `kv_heads`."""
         return weight
 
 
 NOT_SHARED = ContextParallel()
-"""No context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +58,9 @@ class HeadExchange(ContextParallel):
     """Exchange of tokens for heads around attention, as in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509).
 
     Ahead of attention every rank sends each other rank the queries and cached tensors of that rank's heads, and gets all tokens
-    of its own heads; the output goes the opposite way. A chunk's tokens are shared out in their order, the same number to each
-    rank, so a slice's cache holds whole sequences of a rank's own heads, and the kernels know nothing of it. Where the size of
-    the group does not divide the query heads, heads of zeros are added (`sizing.shared_heads`).
+    of its own heads; the output goes the opposite way. Tokens are shared out in their order, the same number to each rank, so a
+    slice's cache holds whole sequences, and kernels know nothing of it. Where the group's size does not divide the query heads,
+    heads of zeros are added (`sizing.shared_heads`).
     """
 
     group: dist.ProcessGroup

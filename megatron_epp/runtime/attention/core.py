@@ -138,27 +138,19 @@ def chunk_attention(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention inside every segment of a chunk.
+    """Causal attention inside every segment of a chunk, ``[tokens, query_heads, value_channels]``.
 
-    With a window a slice hands the rows in it on to the next one, and no others are cached.
+    With a window a slice hands the rows in it on to the next one, and no others are cached. Raises `KVCacheError` if the slices
+    of a sequence run in an order its plan rules out, and `EppError` if no kernel of the preference can serve.
 
     Args:
-        q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last; this rank's share of them where
-            ranks share the chunk's tokens.
+        q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last; this rank's share of them where ranks
+            share the chunk's tokens.
         cached: keys and values, ``[tokens, kv_heads, width]`` each.
         layer: number of the layer, unique in its stage.
         scale: factor on the scores, usually ``channels ** -0.5``.
-        context_parallel: how ranks share the chunk's tokens.
-        preference: preference of kernels, a key of `kernels.PREFERENCES`.
         sinks: one more score of every softmax, whose value is zero, ``[query_heads]``.
         window: tokens ahead of a token that it sees besides itself; None for all.
-
-    Returns:
-        ``[tokens, query_heads, value_channels]``.
-
-    Raises:
-        KVCacheError: the slices of a sequence run in an order its plan rules out.
-        EppError: no kernel of the preference can serve.
     """
     own_sinks = None if sinks is None else context_parallel.own_heads(sinks, cached[0].shape[1])
 

@@ -44,13 +44,11 @@ class PieceReader:
         self._coming: tuple[Use, Mark] | None = None
 
     def begin(self) -> None:
-        """Begin to load the first expected request, into the buffer that is used first."""
         if self._expected:
             self._current = 1  # `_fetch` fills the other one, and `take` then makes it the current one
             self._fetch(self._expected[-1])
 
     def take(self, use: Use) -> tuple[int, Mark]:
-        """Return the number of the buffer that holds a request, and the mark to wait for before using it."""
         coming, self._coming = self._coming, None
         if coming is not None and coming[0] == use:
             self._current, mark = 1 - self._current, coming[1]
@@ -72,33 +70,20 @@ class PieceReader:
 
 @dataclass(slots=True)
 class _Sequence:
-    """KV cache of a sequence in host memory.
-
-    Attributes:
-        region: the host memory.
-        num_rows: tokens that a buffer on the device holds.
-        like: cached tensors of no token of a group.
-        rows: offset in the region of the cache of every group, tensor after tensor.
-        gradients: offset of its gradient, laid out likewise, once that was copied to the host.
-    """
+    """KV cache of a sequence in host memory."""
 
     region: Region
-    num_rows: int
-    like: Tensors
+    num_rows: int  # tokens that a buffer on the device holds
+    like: Tensors  # cached tensors of no token of a group
+    # Offset in the region of the cache of every group, tensor after tensor
     rows: dict[HeadGroup, int] = field(default_factory=dict)
+    # Offset of its gradient, laid out likewise, once that was copied to the host
     gradients: dict[HeadGroup, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Running:
-    """Running action and its device buffers: two for groups, and in backward one for the gradient of a group.
-
-    Attributes:
-        current: number of the buffer that attention uses.
-        left: marks of the last offloads out of either buffer, which a load into it waits for. What was offloaded in earlier
-            actions is in host memory: compute has waited for it at their end, and loads wait for compute.
-        arriving: mark behind which the gradient's buffer can be used.
-    """
+    """Running action and its device buffers: two for groups, and in backward one for the gradient of a group."""
 
     view: SliceView
     backward: bool
@@ -106,17 +91,17 @@ class _Running:
     ahead: PieceReader
     buffers: list[Tensors] = field(default_factory=list)
     gradient: Tensors = ()
-    current: int = 0
+    current: int = 0  # number of the buffer that attention uses
+    # Marks of the last offloads out of either buffer, which a load into it waits for. What was offloaded in earlier actions is
+    # in host memory: compute has waited for it at their end, and loads wait for compute.
     left: list[Mark] = field(default_factory=lambda: [None, None])
-    arriving: Mark = None
+    arriving: Mark = None  # mark behind which the gradient's buffer can be used
 
 
 class HostStore:
     """KV caches of the `sequences` of one stage that are offloaded in an iteration. Has the methods of `kv_cache.DeviceStore`.
 
-    Attributes:
-        num_bytes: bytes on the device now.
-        host_bytes, host_peak_bytes: bytes in host memory now, and the most so far.
+    `num_bytes` are on the device now, `host_bytes` in host memory, and `host_peak_bytes` the most so far.
     """
 
     def __init__(self, host: HostMemory, sequences: Collection[int]) -> None:
@@ -130,9 +115,9 @@ class HostStore:
 
     @contextmanager
     def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
-        """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
+        """Run a forward or backward of a slice in the body, with buffers allocated and prefetching started on entry.
 
-        Arguments as in `SlicedKVCache.running`; gradients add up in fp32 if `wide`.
+        See `SlicedKVCache.running`; gradients add up in fp32 if `wide`.
         """
         now = self._now = _Running(view, backward, wide, PieceReader(self._uses(view, backward, num_whole), self._load))
         try:

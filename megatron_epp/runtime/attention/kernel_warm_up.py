@@ -1,8 +1,7 @@
 """Warm-up of attention: plans that libraries build for a class of shapes are built between iterations, on all ranks at once.
 
 In an iteration a rank that builds a plan keeps the next ranks waiting, which then build theirs. Libraries keep plans for the
-thread that asked: the computing thread runs forwards, and autograd's thread of the device runs backwards and the forwards that
-they recompute. So every class runs in both threads, as far as a plan does.
+thread that asked, so every class runs in the computing thread and in autograd's, which runs backwards and recomputes.
 """
 
 from __future__ import annotations
@@ -32,34 +31,22 @@ _PROGRESS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Properties of a stage's attention calls that its chunks share.
+    """Properties of a stage's attention calls that its chunks share."""
 
-    Attributes:
-        query_heads, kv_heads: numbers of heads on this rank, inside attention.
-        channels: width of a head of queries and keys.
-        dtype, device: of queries, keys and values.
-        scale: factor on the scores.
-        preference: preference of kernels, a key of `kernels.PREFERENCES`.
-        value_channels: width of a head of values; 0 if it is the same.
-        is_expanded: keys and values are made of latents, by groups of heads (`latents`).
-        window: of the layer's attention; None for all tokens.
-        has_sinks: softmaxes of the layer have one more score.
-    """
-
+    # query_heads, kv_heads: numbers of heads on this rank, inside attention
     query_heads: int
     kv_heads: int
-    channels: int
+    channels: int  # width of a head of queries and keys
     dtype: torch.dtype
     device: torch.device
     scale: float
-    preference: str = "auto"
-    value_channels: int = 0
-    is_expanded: bool = False
-    window: int | None = None
-    has_sinks: bool = False
+    preference: str = "auto"  # of kernels, a key of `kernels.PREFERENCES`
+    value_channels: int = 0  # width of a head of values; 0 if it is the same
+    is_expanded: bool = False  # keys and values are made of latents, by groups of heads (`latents`)
+    window: int | None = None  # of the layer's attention; None for all tokens
+    has_sinks: bool = False  # softmaxes of the layer have one more score
 
     def parts(self, num_keys: int, offloads_kv: bool) -> set[int]:
-        """Return the numbers of groups of heads that attention may process one after the other."""
         if self.window is not None:
             return {1}  # its keys and values are not cached
         if self.is_expanded:
@@ -68,22 +55,18 @@ class Heads:
         return {1, head_parts(self.kv_heads)} if offloads_kv else {1}
 
     def ones(self, tokens: int, heads: int) -> Tensor:
-        """Return ones for queries or keys, ``[tokens, heads, channels]``."""
         return torch.ones(tokens, heads, self.channels, dtype=self.dtype, device=self.device)
 
     def values(self, keys: Tensor) -> Tensor:
-        """Return ones for the values of some keys, ``[keys, heads, value_channels]``."""
         return keys[..., : self.value_channels or self.channels].contiguous()
 
     @property
     def kernel(self) -> kernels.Kernel:
-        """Kernel of the calls."""
         q, k = self.ones(0, self.query_heads), self.ones(0, self.kv_heads)
         options = {"has_window": self.window is not None, "has_sinks": self.has_sinks}
         return kernels.choose(q, k, self.values(k), self.preference, **options)
 
     def table(self, table: SegmentTable) -> SegmentTable:
-        """Return the layout of the calls for a chunk's."""
         return table if self.window is None else table.within(self.window)
 
     def longest_prefix(self, longest: int, most_tokens: int) -> int:
@@ -93,19 +76,12 @@ class Heads:
 
 @dataclass(slots=True)
 class KernelWarmUp:
-    """Attention of a rank's stages, and the classes of shapes that have run.
+    """Attention of a rank's stages, and the classes of shapes that have run."""
 
-    Attributes:
-        heads: distinct properties of the stages' attention calls.
-        longest: tokens of the longest sequence.
-        choice: one of `WARM_UPS`.
-        offloads_kv: KV offload may be planned, with which attention runs by groups of heads.
-    """
-
-    heads: Sequence[Heads]
-    longest: int
-    choice: str = "auto"
-    offloads_kv: bool = False
+    heads: Sequence[Heads]  # distinct properties of the stages' attention calls
+    longest: int  # tokens of the longest sequence
+    choice: str = "auto"  # one of `WARM_UPS`
+    offloads_kv: bool = False  # KV offload may be planned, with which attention runs by groups of heads
     _warm: set[tuple[ShapeClass, int]] = field(default_factory=set)  # with the position in `_active`
     _repeated: set[tuple[ShapeClass, int]] = field(default_factory=set)
     _active: Sequence[Heads] = field(init=False)
@@ -117,7 +93,6 @@ class KernelWarmUp:
 
     @property
     def is_active(self) -> bool:
-        """True if attention of some stage is warmed up."""
         return bool(self._active)
 
     def before(self, layouts: Iterable[ChunkLayout], repeats: bool = False) -> int:
@@ -161,11 +136,7 @@ class KernelWarmUp:
 
 
 def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> None:
-    """Run a forward in this thread and a backward in autograd's thread of the device.
-
-    Args:
-        parts: groups of heads that attention processes one after the other.
-    """
+    """Run a forward in this thread and a backward in autograd's thread of the device, in so many groups of heads."""
     chunk = shape.smallest()
     table = replace(SegmentTable.build(chunk, chunk.num_tokens), window=heads.window)
     kernel = heads.kernel
@@ -194,8 +165,6 @@ def in_autograd(run: Callable[[], None], device: torch.device) -> None:
 
 
 class _Called(torch.autograd.Function):
-    """Function whose backward calls another."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[], None]) -> Tensor:
         ctx.run = run

@@ -1,11 +1,9 @@
 """KV cache of sliced sequences: what a slice caches is handed to the later slices, and its gradient back to the earlier ones.
 
 The forward of a slice writes its cached tensors (keys and values, or latents) behind the earlier slices' and attends over all
-of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
-its own part, which is complete because every later slice has run.
-
-`SlicedKVCache` holds the order of these steps. Where the tensors are is up to a store: in device memory, or with KV offload
-(`host_store`) in host memory.
+of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out its
+own part, which is complete because every later slice has run. `SlicedKVCache` holds the order of these steps; a store has the
+tensors, in device memory, or with KV offload (`host_store`) in host memory.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ class DeviceStore:
         self._gradients: dict[tuple[int, HeadGroup], Tensors] = {}
 
     def parts(self, heads: int) -> int:
-        """Return the number of groups of heads that attention processes one after the other."""
         return 1
 
     def create(self, view: SliceView, group: HeadGroup, like: Tensors) -> None:
@@ -91,13 +88,7 @@ def _accumulator(grad: Tensor, rows: Tensor, heads: slice | None, wide: bool) ->
 
 @dataclass(slots=True)
 class _Progress:
-    """Progress of a sequence through its slices, for one group.
-
-    Attributes:
-        heads: number of heads of the group.
-        filled: number of tokens, from the first, that are cached.
-        taken_from: first token whose gradient has been handed out; None before the first.
-    """
+    """Progress of a sequence through its slices, for one group; gradients of tokens from `taken_from` on are handed out."""
 
     heads: int
     filled: int = 0
@@ -106,17 +97,11 @@ class _Progress:
 
 @dataclass(slots=True)
 class SlicedKVCache:
-    """KV caches of one stage for one iteration.
+    """KV caches of one stage for one iteration."""
 
-    Attributes:
-        fp32_gradients: for which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`.
-        offloaded: the offloaded KV caches, which are in host memory between uses; None if there are none.
-        handover: what layers hand on to the next slice alone.
-    """
-
-    fp32_gradients: str = "auto"
-    offloaded: HostStore | None = None
-    handover: Handover = field(default_factory=Handover)
+    fp32_gradients: str = "auto"  # for which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`
+    offloaded: HostStore | None = None  # the offloaded KV caches, which are in host memory between uses; None if there are none
+    handover: Handover = field(default_factory=Handover)  # what layers hand on to the next slice alone
     _device: DeviceStore = field(default_factory=DeviceStore)
     _groups: dict[tuple[int, HeadGroup], _Progress] = field(default_factory=dict)
     _appended: tuple[SliceView, set[HeadGroup]] | None = None  # the slice whose forward runs, and what it has appended
@@ -128,7 +113,6 @@ class SlicedKVCache:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all caches and accumulators on the device now."""
         return self._device.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
 
     def begin(self, offloaded: Collection[int] = (), host: HostMemory | None = None) -> None:
@@ -136,10 +120,7 @@ class SlicedKVCache:
         self.offloaded = HostStore(host, offloaded) if host is not None and offloaded else None
 
     def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
-        """Return the context manager in which a forward or backward of a chunk runs, whose slice is `view` if it has one.
-
-        `num_whole` is the number of layers, from the stage's first, whose attention is recomputed in it.
-        """
+        """Return the context of a run of a chunk; attention of the first `num_whole` layers is recomputed in it."""
         if view is None:
             return nullcontext()
         store, is_wide = self._store(view), self._is_wide(view)
@@ -156,26 +137,16 @@ class SlicedKVCache:
             self._appended = None
 
     def parts(self, view: SliceView, heads: int) -> int:
-        """Return the number of groups of heads that attention of a slice processes one after the other."""
         return self._store(view).parts(heads)
 
     def append(self, layer: int, view: SliceView, cached: Sequence[Tensor], part: int = 0) -> Tensors:
-        """Cache a chunk's tensors and return all that its queries may attend to.
+        """Cache a chunk's tensors, ``[tokens, heads, width]`` each: the slice, then the other tokens of its chunk.
 
-        A recomputed forward writes the same values to the same rows, so it may run any number of times. Groups of heads come
-        first to last.
+        Returns all that its queries may attend to, ``[keys, heads, width]`` each. A recomputed forward writes the same values
+        to the same rows, so it may run any number of times. Groups of heads come first to last.
 
-        Args:
-            layer: number of the layer, unique in its stage.
-            cached: ``[tokens, heads, width]`` each: the slice, then the other tokens of its chunk.
-            part: number of the group of heads, from 0.
-
-        Returns:
-            ``[keys, heads, width]`` each.
-
-        Raises:
-            KVCacheError: an earlier slice has not run, or the forward of this one has appended the group already: two layers
-                with one number, or one that runs twice, would attend to each other's keys.
+        Raises `KVCacheError` if an earlier slice has not run, or this one has appended the group already: two layers with one
+        number, or one that runs twice, would attend to each other's keys.
         """
         store, group, cached = self._store(view), HeadGroup(layer, part), tuple(cached)
         if self._appended is not None and self._appended[0] == view:
@@ -204,13 +175,8 @@ class SlicedKVCache:
         """Return what `append` returned for a chunk, for its backward. Groups of heads come last to first.
 
         Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
-
-        Args:
-            layer, view, part: as `append` takes them.
-            uncached: cached tensors of the chunk's tokens that are not in the cache; often none.
-
-        Raises:
-            KVCacheError: a later slice has not run backward, or this one has.
+        `uncached` are tensors of the chunk's tokens that are not in the cache, often none. Raises `KVCacheError` if a later
+        slice has not run backward, or this one has.
         """
         taken_from = self._progress(layer, view, part).taken_from
         if taken_from is None and not view.is_last_slice:
@@ -229,12 +195,9 @@ class SlicedKVCache:
     ) -> Tensors:
         """Accumulate the gradient of all that a chunk attended to; return its own tokens' gradient, ``[tokens, heads, width]``.
 
-        After the backward of the sequence's first slice its cache is freed.
-
-        Args:
-            layer, view, part: as `append` takes them.
-            grads: ``[keys, heads, width]`` each; a tail's may become the accumulator, so the caller must not keep a reference.
-            heads: the heads of these gradients, if passed in groups, first to last; None if all are passed at once.
+        Gradients are ``[keys, heads, width]`` each, of some heads, first to last, or of all; a tail's may become the
+        accumulator, so the caller must not keep a reference. After the backward of the sequence's first slice its cache is
+        freed.
         """
         progress, store, group = self._progress(layer, view, part), self._store(view), HeadGroup(layer, part)
         own = store.add_gradient(view, group, tuple(grads), heads, self._is_wide(view))
@@ -272,7 +235,6 @@ class SlicedKVCache:
 
 
 def _written(rows: Tensors, start: int, values: Tensors) -> Tensors:
-    """Write values to rows of buffers from row `start` on; return the rows up to the last one written."""
     end = start + values[0].shape[0]
     for buffer, value in zip(rows, values, strict=True):
         if end > start:

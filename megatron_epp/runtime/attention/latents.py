@@ -101,27 +101,19 @@ class _LatentAttention(torch.autograd.Function):
 
 
 def head_groups(expansion: Tensor, channels: int, num_keys: int) -> list[slice]:
-    """Return the groups of heads whose keys and values are made at one time.
-
-    Args:
-        expansion: as `latent_attention` takes it.
-        num_keys: number of keys that the chunk's queries attend to.
-    """
+    """Return the groups of heads whose keys and values are made at one time, for so many keys of the chunk's queries."""
     heads = len(expansion)
     count = expanded_at_once(num_keys, heads, channels * expansion.element_size())
     return [slice(start, start + count) for start in range(0, heads, count)]
 
 
 def keys_and_values(cached: Tensors, expansion: Tensor, unrotated: int) -> tuple[Tensor, Tensor]:
-    """Make the keys and values of some heads.
+    """Make the keys ``[tokens, heads, unrotated + rotated]`` and values ``[tokens, heads, value_channels]`` of some heads.
 
     Args:
         cached: latents ``[tokens, 1, rank]`` and rotated channels ``[tokens, 1, rotated]``.
         expansion: of these heads, ``[heads, unrotated + value_channels, rank]``.
         unrotated: channels of a key that do not turn with its position.
-
-    Returns:
-        keys ``[tokens, heads, unrotated + rotated]`` and values ``[tokens, heads, value_channels]``.
     """
     (latent, rotated), heads = cached, len(expansion)
     of_keys, of_values = (part.flatten(0, 1).t() for part in expansion.split([unrotated, expansion.shape[1] - unrotated], 1))
@@ -146,21 +138,13 @@ def latent_attention(
     context_parallel: ContextParallel = NOT_SHARED,
     preference: str = "auto",
 ) -> Tensor:
-    """Causal attention inside every segment of a chunk, on keys and values made of latents.
+    """Causal attention inside every segment of a chunk, on keys and values made of latents, as `core.chunk_attention`.
 
     Args:
-        q: ``[tokens, heads, unrotated + rotated]``, tokens as `core.chunk_attention` takes them.
+        q: ``[tokens, heads, unrotated + rotated]``.
         latent: ``[tokens, 1, rank]``.
         rotated: channels that all heads' keys have in common, turned by the position, ``[tokens, 1, rotated]``.
         expansion: matrix that makes a head's unrotated channels and its value, ``[heads, unrotated + value_channels, rank]``.
-        context, layer, scale, context_parallel, preference: as `core.chunk_attention` takes them.
-
-    Returns:
-        ``[tokens, heads, value_channels]``.
-
-    Raises:
-        KVCacheError: the slices of a sequence run in an order its plan rules out.
-        EppError: no kernel of the preference can serve.
     """
 
     def attend(q: Tensor, cached: Tensors) -> Tensor:

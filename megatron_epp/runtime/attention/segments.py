@@ -35,20 +35,14 @@ class KVCacheError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class SliceView:
-    """Window of one chunk on the cache of its sliced sequence.
+    """Window of one chunk on the cache of its sliced sequence: the tokens ``[start, end)`` of `length`.
 
     The cache stores the slice. Of the sequence's last chunk it stores all tokens: tokens of other sequences lie after the
     sequence's end. Other tokens in the chunk of an earlier slice are *uncached*: they follow the slice in the buffer, where
     later slices overwrite them.
 
-    Attributes:
-        sequence: index of the sequence.
-        start: first token of the slice.
-        end: one past its last token.
-        length: tokens of the whole sequence.
-        capacity: tokens the buffer holds: every chunk of the sequence fits after the start of its slice. For a tail, the tokens
-            that its chunk fills.
-        num_slices: number of slices of the sequence.
+    The buffer holds `capacity` tokens: every chunk of the sequence fits after the start of its slice. For a tail, the tokens
+    that its chunk fills.
     """
 
     sequence: int
@@ -75,19 +69,12 @@ class SliceView:
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """Offsets of the segments of one chunk, for one variable-length attention call.
+    """Offsets of the segments of one chunk, for one variable-length attention call."""
 
-    Attributes:
-        segments: the chunk's segments, then one for the padding (sequence -1) when there is any.
-        query_starts: ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``).
-        key_starts: ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix.
-        window: tokens ahead of a query that it sees besides itself; None for all.
-    """
-
-    segments: tuple[Segment, ...]
-    query_starts: tuple[int, ...]
-    key_starts: tuple[int, ...]
-    window: int | None = None
+    segments: tuple[Segment, ...]  # the chunk's segments, then one for the padding (sequence -1) when there is any
+    query_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``)
+    key_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix
+    window: int | None = None  # tokens ahead of a query that it sees besides itself; None for all
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +87,6 @@ class SegmentTable:
 
     @property
     def num_sequences(self) -> int:
-        """Number of segments without the padding."""
         return len(self.segments) - (self.segments[-1].sequence < 0)
 
     @cached_property
@@ -124,15 +110,12 @@ class SegmentTable:
 
     @property
     def shape_class(self) -> ShapeClass:
-        """Class of the call, for which libraries build plans."""
         return CallSize(len(self.segments), self.num_tokens, self.key_starts[-1]).shape_class
 
     def cu_seqlens(self, device: torch.device, num_segments: int = 0) -> tuple[Tensor, Tensor]:
-        """Query and key offsets, int32 ``[n + 1]`` each on `device`, copied there once for all layers unless `take` has put
-        them there.
+        """Query and key offsets, int32 ``[n + 1]`` each, copied there once for all layers unless `take` put them there.
 
-        Args:
-            num_segments: n, up to the class of the number of segments: the further ones are empty. By default, no empty ones.
+        Empty segments are added up to `num_segments`, the class of their number.
         """
         if device not in self._on_device:
             offsets = offsets_of(self)
@@ -150,9 +133,7 @@ class SegmentTable:
         return {}
 
     def numbers(self, device: torch.device, first: int = 0) -> Tensor:
-        """Number of the segment of every token of those from `first`, counted from there: int32 ``[tokens]`` on `device`, made
-        there once for all layers.
-        """
+        """Number of each token's segment, from that of `first` on: int32 ``[tokens]``, made there once for all layers."""
         if (device, first) not in self._numbers:
             sizes = self.cu_seqlens(device)[0][first:].diff()
             each = torch.arange(len(sizes), dtype=torch.int32, device=device)
@@ -182,7 +163,6 @@ class SegmentTable:
 
     @staticmethod
     def build(chunk: Chunk, padded_tokens: int) -> SegmentTable:
-        """Lay out a chunk whose token count was padded to `padded_tokens`."""
         segments = list(chunk.segments)
         padding = padded_tokens - chunk.num_tokens
         if padding > 0:  # attends to itself only, so that nothing of it reaches the others

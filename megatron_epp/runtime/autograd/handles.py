@@ -24,7 +24,6 @@ class ReceiveLeaf:
         self.gradient: Tensor | None = None
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return the tensor as part of a graph."""
         entered: Tensor = _Enter.apply(torch.empty(0, requires_grad=True), hidden, self)
         return entered
 
@@ -70,10 +69,7 @@ class _Node(torch.autograd.Function):
 
 
 class CachedAttentionOutput:
-    """Attention output of one layer for a chunk, for a layer that is recomputed without its attention.
-
-    The first forward keeps it, the second takes it.
-    """
+    """Attention output of one layer for a chunk that is recomputed without its attention: kept by the first forward."""
 
     def __init__(self) -> None:
         self._handle: SavedHandle | None = None
@@ -93,11 +89,7 @@ class Discarded:
 
     For tensors that are cheap to compute and large to keep, such as a norm's output, which the linear layer after it saves. The
     storage of the saved tensor is resized to zero and filled again, so the graph is unchanged and gradients are bitwise the
-    same.
-
-    Args:
-        run: computes the output from the input; deterministic.
-        output: the output, with a storage of its own, which only saved tensors may need once `until` is called.
+    same. `run` is deterministic; the output has a storage of its own, which only saved tensors may need once `until` is called.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, output: Tensor) -> None:

@@ -2,10 +2,10 @@
 
 Of nested hooks on saved tensors torch calls the innermost only, so one pair of hooks must both count and offload.
 
-Torch gives a function's backward the very tensor that its forward has saved, but under hooks on saved tensors a copy that
-shares its memory, whatever a hook returns (`SavedVariable::unpack`). What Megatron and Transformer Engine read from a weight in
-backward (`main_grad`), or set on it (`grad_added_to_main_grad`), is an attribute of the object, which a copy does not have. So
-leaves are given back as the objects they are: the copy of a leaf has the leaf's gradient accumulator, which refers to the leaf.
+Under hooks a function's backward gets a copy of a saved tensor that shares its memory, whatever a hook returns
+(`SavedVariable::unpack`), and not the object itself. A copy lacks what Megatron and Transformer Engine read from a weight in
+backward (`main_grad`), or set on it (`grad_added_to_main_grad`). So leaves are given back as the objects they are: the copy of
+a leaf has the leaf's gradient accumulator, which refers to the leaf.
 """
 
 from __future__ import annotations
@@ -26,23 +26,16 @@ Owner = tuple[int, int]
 
 
 class Storage:
-    """Storage that saved tensors share, counted once.
-
-    Attributes:
-        memory: the memory; None while it is offloaded.
-        rest: while offloaded, the last bytes, which stay on the device; None if all bytes are offloaded.
-        num_bytes: its size on the device when it is not offloaded.
-        owner: the stage and chunk whose forward saved tensors in it; None if there is not exactly one.
-    """
+    """Storage that saved tensors share, counted once."""
 
     __slots__ = ("memory", "num_bytes", "num_held", "owner", "rest")
 
     def __init__(self, memory: torch.UntypedStorage, owner: Owner | None) -> None:
-        self.memory: torch.UntypedStorage | None = memory
-        self.rest: Tensor | None = None
-        self.num_bytes = memory.nbytes()
+        self.memory: torch.UntypedStorage | None = memory  # None while it is offloaded
+        self.rest: Tensor | None = None  # while offloaded, the last bytes, which stay on the device; None if all are offloaded
+        self.num_bytes = memory.nbytes()  # on the device when it is not offloaded
         self.num_held = 0
-        self.owner = owner
+        self.owner = owner  # the stage and chunk whose forward saved tensors in it; None if there is not exactly one
 
     @property
     def is_ours(self) -> bool:
@@ -111,16 +104,11 @@ def _is_view(tensor: Tensor) -> bool:
 
 
 class SavedTensors:
-    """Live and peak bytes of saved tensors: each storage counted once, parameters not at all.
+    """Live and peak bytes of saved tensors, while active as a context manager: each storage counted once, parameters and
+    tensors that are no plain views of a storage not at all.
 
-    Tensors that are no plain views of a storage are not counted either.
-
-    Use as a context manager around the code that builds and frees graphs.
-
-    Args:
-        parameters: tensors that exist in any case and are not counted.
-        others: returns the bytes held in addition to saved tensors (KV caches). Called whenever saved tensors are added or
-            released, which is often enough to see every peak: caches grow between the two.
+    `others` returns the bytes held in addition (KV caches). It is called whenever saved tensors are added or released, which is
+    often enough to see every peak: caches grow between the two.
     """
 
     def __init__(self, parameters: Iterable[Tensor] = (), others: Callable[[], int] = lambda: 0) -> None:
@@ -148,11 +136,9 @@ class SavedTensors:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of saved tensors and of `others` now."""
         return self.live_bytes + self._others()
 
     def observe(self) -> None:
-        """Raise the peak to the bytes held now, if they are more."""
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     @contextmanager
@@ -270,5 +256,4 @@ def resize(memory: torch.UntypedStorage, num_bytes: int) -> None:
 
 
 def bytes_of(memory: torch.UntypedStorage) -> Tensor:
-    """Return memory as a tensor of bytes, ``[size]``."""
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)

@@ -1,12 +1,10 @@
 """Weight gradients split from input gradients: computed with a linear layer's backward, or deferred, chunk by chunk.
 
 The layer's output is computed without an edge to its weight. Backward builds, from the output's gradient and the layer's input,
-a graph of one node: the weight's gradient. That graph is run at once, or kept until `WeightGradients.run`. Either way the
-gradient reaches the weight through autograd, so hooks on the weight (Megatron's data parallelism) run as usual. Kept tensors
-are held as tensors saved by autograd, so hooks that count or offload saved tensors apply to them too.
-
-A layer that defers its weight gradient by itself passes the tensors the gradient is computed from, and a function that computes
-it.
+a graph of one node, the weight's gradient, which is run at once, or kept until `WeightGradients.run`. Either way the gradient
+reaches the weight through autograd, so hooks on the weight (Megatron's data parallelism) run as usual, and so do hooks that
+count or offload saved tensors. A layer that defers its weight gradient by itself passes the tensors it is computed from, and a
+function that computes it.
 """
 
 from __future__ import annotations
@@ -26,15 +24,11 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Linear(NamedTuple):
-    """Weight of a linear layer, and the function that computes its gradient."""
-
     weight: Tensor
     product: Product
 
 
 class DeferredGradient(NamedTuple):
-    """Weight, and a function that computes its gradient and passes it to the weight. To be called once."""
-
     weight: Tensor
     run: Callable[[], None]
 
@@ -44,11 +38,7 @@ after_each: Callable[[], None] | None = None
 
 
 class WeightGradients:
-    """Weight gradients of one stage.
-
-    Attributes:
-        in_plan: a plan runs the stage. Otherwise its program does, whose own calls keep the edges to the weights.
-    """
+    """Weight gradients of one stage, run by a plan (`in_plan`) or by its program, whose own calls keep edges to weights."""
 
     in_plan = False
 
@@ -114,7 +104,6 @@ class WeightGradients:
             self._due.pop().run()
 
     def take(self, x: Tensor, grad: Tensor, layer: Linear) -> None:
-        """Compute or keep a weight gradient, given the layer's input and its output's gradient."""
         with torch.enable_grad():
             node: Tensor = _Gradient.apply(layer.weight, x, grad, layer.product)
         deferred = DeferredGradient(layer.weight, lambda: torch.autograd.backward(node, torch.zeros_like(node)))

@@ -1,11 +1,9 @@
 """Messages between the ranks of one pipeline, and their process groups.
 
 Activations and gradients travel on a communicator each, so that neither waits for the other. On each, messages between two
-ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
-so there is no handshake.
-
-Where a rank has several stages, activations may travel both ways between two ranks. Then each direction has a communicator: on
-one of NCCL's, a send and a receive would wait for each other.
+ranks are matched first in, first out; order and shapes come from the plan, so there is no handshake. Where activations may
+travel both ways, since a rank has several stages, each direction has a communicator: on one of NCCL's, a send and a receive
+would wait for each other.
 
 On GPUs messages travel in slots, which are kept from one to the next. The memory of a tensor that NCCL has sent or received
 goes back to torch's allocator when all has run that was launched on NCCL's stream before the tensor was dropped, posted
@@ -30,12 +28,7 @@ from megatron_epp.runtime.links.objects import GroupOptions, Groups, ObjectGroup
 
 @dataclass(slots=True)
 class _Ring:
-    """Slots of the messages that go in one direction, at one end of it, each ``[num_bytes]`` of uint8.
-
-    Attributes:
-        free: slots that hold no message.
-        sent: slots from which a message is being sent, in order.
-    """
+    """Slots ``[num_bytes]`` of uint8 for messages of one direction, at one end: free ones, and those being sent, in order."""
 
     free: list[Tensor]
     sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
@@ -69,31 +62,20 @@ class Receive:
 
 @dataclass(slots=True)
 class Links:
-    """Communicators of one pipeline.
+    """Communicators of one pipeline."""
 
-    Attributes:
-        ranks: global ranks of the pipeline, in pipeline order.
-        position: of this rank among them.
-        activations: group for messages to later stages.
-        gradients: group for messages to earlier stages.
-        figures: a CPU group of the pipeline, for reports, which only the thread of reports uses.
-        control: all ranks that must run the same plan, for plans and agreements.
-        activations_down: group for activations to lower ranks.
-        gradients_up: group for gradients to higher ranks.
-        directions: in which messages are sent.
-        slots_on_cpu: use slots on a CPU too, where tensors need none.
-    """
-
-    ranks: tuple[int, ...]
-    position: int
+    ranks: tuple[int, ...]  # global ranks of the pipeline, in pipeline order
+    position: int  # of this rank among them
+    # activations, activations_down: groups for messages to later stages, the second to lower ranks
     activations: dist.ProcessGroup
+    # gradients, gradients_up: groups for messages to earlier stages, the second to higher ranks
     gradients: dist.ProcessGroup
-    figures: dist.ProcessGroup
-    control: ObjectGroup
+    figures: dist.ProcessGroup  # a CPU group of the pipeline, for reports, which only the thread of reports uses
+    control: ObjectGroup  # all ranks that must run the same plan, for plans and agreements
     activations_down: dist.ProcessGroup
     gradients_up: dist.ProcessGroup
     directions: Sequence[Direction]
-    slots_on_cpu: bool = False
+    slots_on_cpu: bool = False  # use slots on a CPU too, where tensors need none
     _in_flight: dict[tuple[int, dist.ProcessGroup], tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _rings: dict[Direction, _Ring] = field(default_factory=dict)
 
@@ -108,15 +90,9 @@ class Links:
     ) -> Links:
         """Make the groups. Every rank of the job must call this at the same point.
 
-        Args:
-            pipeline_ranks: global ranks of this rank's pipeline, in order.
-            control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
-            used: directions in which messages are sent; None for one stage per rank, in order.
-            options: of the groups that carry messages; None for the backend's defaults.
-            slots_on_cpu: see `Links`.
-
-        Raises:
-            EppError: messages between different ranks would wait for each other.
+        Global `pipeline_ranks` are in order; `control_ranks` must run the same plan: the pipelines of every tensor- and
+        context-parallel rank. By default messages are between neighbours of one stage per rank. Raises `EppError` if messages
+        between different ranks would wait for each other.
         """
         _check_pairs(len(pipeline_ranks))
         pipeline = tuple(pipeline_ranks)
@@ -155,15 +131,10 @@ class Links:
                     raise EppError(f"pipeline rank {self.position} expects rank {direction.sender} and hears {heard.item()}")
 
     def uses_slots(self, device: torch.device) -> bool:
-        """True if messages on `device` travel in slots."""
         return self.slots_on_cpu or device.type != "cpu"
 
     def open_slots(self, slots: Mapping[Direction, int], num_bytes: int, device: torch.device) -> None:
-        """Keep messages in slots from now on. All messages before have been sent and received.
-
-        Args:
-            slots: number of slots of each direction; messages go in no other.
-        """
+        """Keep messages in so many slots of each direction from now on. All messages before have been sent and received."""
         for direction in [
             direction for direction, ring in self._rings.items() if ring.shape != (slots.get(direction), num_bytes)
         ]:
@@ -200,10 +171,7 @@ class Links:
     def post_receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, peer: int, gradient: bool
     ) -> Receive:
-        """Start receiving from pipeline rank `peer`, into a slot or a buffer of its own.
-
-        Raises `EppError` where every slot of the direction has a message that was not waited for.
-        """
+        """Start receiving from pipeline rank `peer`. Raises `EppError` where every slot holds a message not waited for."""
         group, ring = self._group(gradient, up=peer < self.position), self._rings.get(Direction(peer, self.position, gradient))
         if ring is None:
             buffer, slot = torch.empty(tuple(shape), dtype=dtype, device=device), None
@@ -217,7 +185,6 @@ class Links:
         return Receive(buffer, self._started(dist.irecv(buffer, self.ranks[peer], group=group)), slot, ring)
 
     def finish_sends(self) -> None:
-        """Wait until every message has left."""
         for work, _ in self._in_flight.values():
             work.wait()
         self._in_flight.clear()

@@ -28,10 +28,7 @@ def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def smallest_device(used: Sequence[Direction]) -> tuple[int, int]:
-    """Return the number of links of a rank, and the SMs of the device with the fewest: ranks that share a link must agree.
-
-    A collective call of all ranks. `used`: as `Links.create` takes it.
-    """
+    """Return the links of a rank, and the SMs of the smallest device, on which ranks must agree. A collective call."""
     own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return most_links(used), min(from_each_of_job(own_sms))
 
@@ -43,12 +40,7 @@ def link_defaults(num_links: int, num_sms: int) -> dict[str, Any]:
 
 
 def options_of(settings: Mapping[str, Any], limit: timedelta | None = None) -> GroupOptions:
-    """Return a factory of the options of communicators.
-
-    Args:
-        settings: by the names of Megatron's `--nccl-communicator-config-path`.
-        limit: time limit of the group, for which torch warns where options have another; None for torch's default.
-    """
+    """Return a factory of options by Megatron's `--nccl-communicator-config-path`, with a time limit, or torch's default."""
 
     def make() -> Any:
         # New ones at every call: torch writes the group's name and ranks into them.

@@ -18,25 +18,19 @@ GroupOptions = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Factory of process groups.
+    """Factory of process groups."""
 
-    Attributes:
-        timeout: limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo.
-        create: makes one, as `torch.distributed.new_group` does.
-        largest_mesh: most members of a group of an `ObjectGroup`.
-    """
-
+    # Limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo
     timeout: timedelta | None = None
     create: Callable[..., dist.ProcessGroup] = dist.new_group
-    largest_mesh: int = LARGEST_MESH
+    largest_mesh: int = LARGEST_MESH  # most members of a group of an `ObjectGroup`
 
     def of(
         self, members: tuple[int, ...], backend: str | None = None, options: GroupOptions | None = None
     ) -> dist.ProcessGroup:
         """Make the groups that the ranks name, and return this rank's. torch wants every rank to make all, in the same order.
 
-        A rank that names a group of global ranks without itself gets what torch gives to outsiders. Backend and options are the
-        defaults if they are None.
+        A rank that names a group of global ranks without itself gets what torch gives to outsiders.
         """
         own_group: dist.ProcessGroup | None = None
         for ranks in sorted(set(from_each_of_job(members))):  # sorted: every rank makes all groups in the same order
@@ -49,13 +43,9 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class ObjectGroup:
-    """Ranks that exchange objects, over gloo. Only one thread of a rank may use it.
+    """Ranks that exchange objects, over gloo. Only one thread of a rank may use it. `ranks` are global and ascending.
 
-    A group of gloo connects every two of its ranks, so many ranks are joined by a tree of groups (`tree_of`).
-
-    Attributes:
-        ranks: global ranks of the members, ascending.
-        levels: groups that this rank is in, the lowest first.
+    A group of gloo connects every two of its ranks, so many ranks are joined by a tree of groups, the lowest level first.
     """
 
     ranks: tuple[int, ...]
@@ -63,10 +53,7 @@ class ObjectGroup:
 
     @staticmethod
     def create(ranks: Sequence[int], groups: Groups) -> ObjectGroup:
-        """Make the group that each rank names. All ranks of the job must call this at the same point, with as many `ranks`.
-
-        A rank may name ranks without itself; it is no member then.
-        """
+        """Make the group that each rank names, perhaps without itself. All ranks call this together, with as many `ranks`."""
         ranks, own, levels = tuple(sorted(ranks)), dist.get_rank(), list[dist.ProcessGroup]()
         for level in tree_of(len(ranks), groups.largest_mesh):
             named = [tuple(ranks[position] for position in block) for block in level]
@@ -77,14 +64,10 @@ class ObjectGroup:
 
     @property
     def is_first(self) -> bool:
-        """True on the first member."""
         return dist.get_rank() == self.ranks[0]
 
     def from_first(self, items: list[Any]) -> list[Any]:
-        """Return the items of the first member on every member; other members' items are ignored.
-
-        A collective call: every member must call it at the same point.
-        """
+        """Return the items of the first member on every member; other members' items are ignored. A collective call."""
         shared = [items]
         for group in reversed(self.levels):  # from the root of the tree down: a member has the items before it passes them on
             dist.broadcast_object_list(shared, src=_first_of(group), group=group)
@@ -122,11 +105,7 @@ def raise_for(problems: Sequence[str]) -> None:
 
 
 def agreed[T](make: Callable[[], T], names: Names) -> T:
-    """Return what a function makes on this rank. A collective call of the default process group.
-
-    Raises:
-        AgreedError: it has raised an `EppError` on some rank.
-    """
+    """Return what a function makes here. Raises `AgreedError` if it fails on any rank. A collective call of the job."""
     result, problem = None, ""
     try:
         result = make()
@@ -137,14 +116,7 @@ def agreed[T](make: Callable[[], T], names: Names) -> T:
 
 
 def made_by_first[T](make: Callable[[], T], group: ObjectGroup | None = None) -> T:
-    """Return what a function makes on the first rank, on all ranks. A collective call on the CPU.
-
-    Args:
-        group: of the ranks; None for all ranks of the job.
-
-    Raises:
-        EppError: on all of them, if it fails there.
-    """
+    """Return what a function makes on the first rank, or raise its `EppError`, on all ranks. A collective call."""
     outcome: list[T | EppError | None] = [None]
     if (dist.get_rank() == 0) if group is None else group.is_first:
         try:
@@ -166,10 +138,7 @@ def made_by_first[T](make: Callable[[], T], group: ObjectGroup | None = None) ->
 
 
 def gathered_by[T](readers: Iterable[int], item: T, group: dist.ProcessGroup) -> list[T] | None:
-    """Return the items of all ranks of a CPU group, in rank order, on members among the global ranks `readers`.
-
-    None on the others. A collective call of the group.
-    """
+    """Return the items of a CPU group's ranks, in order, on global ranks `readers`, else None. A collective call."""
     items: list[T] | None = None
     for reader in [rank for rank in dict.fromkeys(readers) if rank in dist.get_process_group_ranks(group)]:
         gathered = [item] * dist.get_world_size(group) if dist.get_rank() == reader else None

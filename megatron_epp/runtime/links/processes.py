@@ -36,14 +36,8 @@ def run_ranks[T](
 ) -> list[T]:
     """Run a function on ranks that are processes of this machine; return their results in rank order.
 
-    Args:
-        run: called with the rank and `args`. It must be a module's function, since processes import it.
-        num_ranks: number of ranks, which form the default process group.
-        backend: of the process group. With ``nccl`` every rank has the GPU of its number.
-        timeout_s: limit in seconds for the whole run.
-
-    Raises:
-        EppError: a rank failed, or it took too long.
+    The function gets the rank and `args`; it must be a module's, since processes import it. The ranks form the default process
+    group; with ``nccl`` every rank has the GPU of its number. Raises `EppError` if a rank failed, or the run took too long.
     """
     CONTEXT.set_forkserver_preload([__name__, run.__module__])
     results = CONTEXT.Queue()

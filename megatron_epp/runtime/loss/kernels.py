@@ -1,12 +1,9 @@
 """Selection of the kernel that computes losses and gradients of a block's logits: Liger's where it can be used, or none.
 
-Without a kernel plain torch computes them (`loss.token_blocks`), in several passes over logits as wide as the vocabulary.
-Liger's kernel reads the logits once for losses, and twice for their gradient, which overwrites them. Like the attention
-kernels, it is verified before it is used, on a few tokens with the same number of entries: its losses must be exact, and its
-gradient rounded once.
-
-The kernel itself is called, not the function that wraps it. That function rounds losses to the type of the logits, so logits
-would have to be computed in fp32 for it, and in it the host waits for the device three times a block.
+Without it plain torch takes several passes over logits as wide as the vocabulary (`loss.token_blocks`). Liger's kernel reads
+them once for losses, and twice for their gradient, which overwrites them. It is verified before it is used, on a few tokens:
+its losses must be exact, and its gradient rounded once. The function that wraps it is not called: it rounds losses to the type
+of the logits, which would have to be fp32, and the host waits in it for the device three times a block.
 """
 
 from __future__ import annotations
@@ -47,19 +44,13 @@ class LossCase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossKernel:
-    """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, each the index of an entry.
-
-    Attributes:
-        name: name in logs.
-        losses: returns every token's loss, in fp32.
-        gradient: overwrites the logits with the gradient of each token's own loss, and returns it.
-        obstacle: why it cannot be used for a case here; empty if it can.
-    """
+    """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, each the index of an entry."""
 
     name: str
-    losses: Callable[[Tensor, Tensor], Tensor]
+    losses: Callable[[Tensor, Tensor], Tensor]  # returns every token's loss, in fp32
+    # Overwrites the logits with the gradient of each token's own loss, and returns it
     gradient: Callable[[Tensor, Tensor], Tensor]
-    obstacle: Callable[[LossCase], str]
+    obstacle: Callable[[LossCase], str]  # why it cannot be used for a case here; empty if it can
 
 
 @functools.cache
@@ -77,7 +68,6 @@ def explain(case: LossCase) -> tuple[LossKernel | None, str]:
 
 
 def _failed_verification(kernel: LossKernel, case: LossCase) -> str:
-    """Return why a kernel fails verification; empty if it passes."""
     try:
         of_losses, of_gradient = errors(kernel, case)
     except torch.OutOfMemoryError:  # tells nothing of the kernel, which is asked again when there is room

@@ -1,12 +1,12 @@
 """Cross entropy of an output layer, a block of tokens at a time: the logits of all tokens are never in memory at once.
 
-Forward keeps two numbers of every token, its label and its log-sum-exp, and nothing as wide as the vocabulary. Backward
-recomputes a block's logits, turns them into their gradient in place, and computes from it the gradients of the input and of the
-weight. The cost is one more product with the weight. The weight receives its gradient through autograd, as any other.
+Forward keeps two numbers of every token, its label and its log-sum-exp. Backward recomputes a block's logits, turns them into
+their gradient in place, and computes from it the gradients of the input and of the weight, which gets it through autograd. The
+cost is one more product with the weight.
 
 A block's logits are processed by Liger's kernel, if `loss.kernels` chooses it, else by plain torch. Liger's fused linear cross
-entropy avoids the second product by computing gradients in the forward. It is not used: it would hold a gradient of the weight
-for every chunk between forward and backward, does not support a vocabulary split over ranks, and cannot add to a main gradient.
+entropy would avoid the second product, but hold a gradient of the weight for every chunk between forward and backward; and it
+supports no vocabulary split over ranks, and cannot add to a main gradient.
 """
 
 from __future__ import annotations
@@ -22,22 +22,17 @@ from megatron_epp.runtime.loss.kernels import LossCase, explain
 
 
 class Head(NamedTuple):
-    """Options of the loss computation.
+    """Options of the loss computation."""
 
-    Attributes:
-        block_tokens: largest number of tokens of a block. Blocks are as even as whole tokens allow.
-        group: ranks that split the vocabulary: equal shares, in the order of ranks. None if this rank has all of it.
-        gather: returns the layer's input, given the part of it that was kept; with sequence parallelism ranks keep a part each.
-        accumulate: adds a block's part to the weight's main gradient, given input ``[tokens, in]`` and the logits' gradient
-            ``[tokens, out]``; returns a placeholder for the weight's gradient. None if autograd receives the gradient itself.
-        rows: indices of the tokens that count, rising, at least one; None for all. Others are not multiplied with the weight.
-        has_entropy: entropies are computed as well.
-    """
-
-    block_tokens: int
+    block_tokens: int  # largest number of tokens of a block. Blocks are as even as whole tokens allow.
+    # Ranks that split the vocabulary: equal shares, in the order of ranks. None if this rank has all of it.
     group: dist.ProcessGroup | None = None
+    # Returns the layer's input, given the part of it that was kept; with sequence parallelism ranks keep a part each
     gather: Callable[[Tensor], Tensor] = lambda x: x
+    # Adds a block's part to the weight's main gradient, given input ``[tokens, in]`` and the logits' gradient ``[tokens,
+    # out]``; returns a placeholder for the weight's gradient. None if autograd receives the gradient itself.
     accumulate: Callable[[Tensor, Tensor], Tensor] | None = None
+    # Indices of the tokens that count, rising, at least one; None for all. Others are not multiplied with the weight.
     rows: Tensor | None = None
     has_entropy: bool = False
 
@@ -57,11 +52,8 @@ def block_losses(x: Tensor, saved_x: Tensor, weight: Tensor, labels: Tensor, hea
 def block_values(x: Tensor, saved_x: Tensor, weight: Tensor, entries: Tensor, head: Head) -> Tensor:
     """Return the cross entropies of several entries of every token, ``[m, tokens]``; see `block_losses`.
 
-    With `head.has_entropy` the entropies of the tokens' distributions follow: ``[m + 1, tokens]``.
-
-    Args:
-        x, saved_x, weight, head: as `block_losses` takes them.
-        entries: ``[tokens, m]``, indices in the whole vocabulary: the label and others, of which some may be equal.
+    With `head.has_entropy` the entropies of the tokens' distributions follow: ``[m + 1, tokens]``. Entries are ``[tokens, m]``,
+    indices in the whole vocabulary: the label and others, of which some may be equal.
     """
     return _BlockLosses.apply(x, saved_x, weight, entries, head)
 
@@ -169,8 +161,7 @@ def _summary(x: Tensor, weight: Tensor, index: Tensor, has_entropy: bool) -> Ten
 def _combined(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Combine the ranks' summaries of their parts of the vocabulary; `is_here` is ``[tokens, m]``.
 
-    Returns:
-        losses ``[m, tokens]``, or with entropies ``[m + 1, tokens]``; and log-sum-exps ``[tokens]``.
+    Returns losses ``[m, tokens]``, or with entropies ``[m + 1, tokens]``; and log-sum-exps ``[tokens]``.
     """
     own_most, summed, num_entries = rows[0], rows[1], is_here.shape[1]
     predicted, of_logits = rows[2 : 2 + num_entries], rows[2 + num_entries :]
@@ -195,7 +186,6 @@ def blocks_of(num_tokens: int, most: int) -> list[slice]:
 
 
 def _tokens(head: Head, part: slice) -> slice | Tensor:
-    """Return the tokens of block `part`: indices among all tokens, where only some count."""
     return part if head.rows is None else head.rows[part]
 
 

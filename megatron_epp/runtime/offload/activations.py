@@ -26,7 +26,6 @@ class SavedPart(NamedTuple):
     num_bytes: int
 
     def memory(self) -> Tensor:
-        """Return these bytes on the device, ``[num_bytes]``."""
         assert self.storage.memory is not None  # it is on the device
         return bytes_of(self.storage.memory)[: self.num_bytes]
 
@@ -40,7 +39,6 @@ class _Moved:
     mark: Mark = None
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield ``(device, host)`` pairs of equal size that cover all parts."""
         start = 0
         for part in self.parts:
             yield from self.region.pairs(start, part.memory())
@@ -50,8 +48,7 @@ class _Moved:
 class ActivationOffload:
     """Activation offload of one rank in one iteration. `saved` tracks all saved tensors, and is active while the plan runs.
 
-    Attributes:
-        host_bytes, host_peak_bytes: bytes in host memory now, and the most so far.
+    `host_bytes` are in host memory now, `host_peak_bytes` the most so far.
     """
 
     def __init__(self, saved: SavedTensors, host: HostMemory) -> None:
@@ -60,11 +57,10 @@ class ActivationOffload:
         self._moved: dict[Owner, _Moved] = {}
 
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
-        """Return the context manager in which the forward of a chunk runs."""
         return self._saved.of(owner)
 
     def offload(self, owner: Owner, share: float, num_bytes: int = 0, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
-        """Begin to copy a share of a chunk's saved bytes to the host, and `num_bytes` at least. They stay on the device until
+        """Begin to copy a share of a chunk's saved bytes to the host, at least `num_bytes`; they stay on the device until
         `free`.
 
         Storages with other references are not copied, because that would free nothing: parameters, messages in flight, storages

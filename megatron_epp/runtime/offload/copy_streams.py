@@ -14,12 +14,7 @@ Mark = Any
 
 
 class CopyStreams:
-    """Streams of offloads and of loads.
-
-    Args:
-        cuda: makes streams: `torch.cuda`, or an object with its `Stream`, `current_stream` and `stream`. None for a CPU, whose
-            copies run at once.
-    """
+    """Streams of offloads and of loads, made by `cuda`: `torch.cuda`, or the like; None for a CPU, whose copies run at once."""
 
     def __init__(self, cuda: Any = None) -> None:
         self._cuda = cuda
@@ -28,11 +23,7 @@ class CopyStreams:
 
     @contextmanager
     def copying(self, out: bool, *after: Mark) -> Iterator[None]:
-        """Run copies in the body on the stream of their direction, behind all compute issued before.
-
-        Args:
-            out: the copies are offloads, not loads.
-        """
+        """Run copies in the body on the stream of offloads (`out`) or of loads, behind all compute issued before."""
         stream = self._stream(out)
         if stream is None:
             yield
@@ -44,7 +35,6 @@ class CopyStreams:
             yield
 
     def order(self, out: bool, *after: Mark) -> None:
-        """Make all later offloads, or loads, wait for marks."""
         for mark in after:
             if mark is not None:
                 self._stream(out).wait_event(mark)

@@ -1,9 +1,8 @@
 """Pinned host memory for offload, its limit, and the order of copies that use the same part of it.
 
-Memory is allocated in pages, which are kept pinned for the next iterations. Data is placed wherever pages have room, in several
-spans if necessary, so pages never hold more bytes than were in use at one time, except for the rest of the last page, and all
-memory up to the cap can be used.
-Memory is free again when the load out of it is issued; the offload that is given it next waits on its stream for that load.
+Pages stay pinned for the next iterations. Data is placed wherever they have room, in several spans if necessary, so pages never
+hold more than was in use at one time, but for the rest of the last one, and all memory up to the cap can be used. Memory is
+free again when the load out of it is issued; the offload that gets it next waits on its stream for that load.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class Span(NamedTuple):
         return self.stop - self.start
 
     def overlaps(self, other: Span) -> bool:
-        """Return whether the two have a byte in common."""
         return self.page == other.page and self.start < other.stop and other.start < self.stop
 
 
@@ -61,10 +59,7 @@ class FreeSpans:
         self._spans: list[Span] = []  # in order, and no two of them touch
 
     def take(self, num_bytes: int) -> list[Span]:
-        """Allocate `num_bytes` bytes, which must be free.
-
-        They come from the smallest span that has room for all of them, else from the largest spans.
-        """
+        """Allocate `num_bytes` bytes, which must be free: from the smallest span with room for them, else the largest."""
         taken = []
         while num_bytes:
             roomy = [span for span in self._spans if span.num_bytes >= num_bytes]
@@ -78,7 +73,6 @@ class FreeSpans:
         return taken
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Return spans to the free list."""
         merged: list[Span] = []
         for span in sorted([*self._spans, *spans]):
             last = merged[-1] if merged else None
@@ -93,11 +87,7 @@ class HostMemory:
     """Pages of this process, at most `cap_bytes` bytes, and the streams of copies to and from them.
 
     For a GPU pages are pinned, on the NUMA node of the GPU if the system tells it; for a CPU they are plain memory.
-
-    Attributes:
-        streams: of offloads and loads.
-        allocated_bytes: bytes of all pages.
-        held_bytes, held_peak_bytes: bytes of them in use now, and the most in the iteration.
+    `allocated_bytes` are of all pages, `held_bytes` of them in use now, and `held_peak_bytes` the most in the iteration.
     """
 
     def __init__(self, device: torch.device, cap_bytes: int, streams: CopyStreams | None = None) -> None:
@@ -139,7 +129,6 @@ class HostMemory:
                 self._read.popleft()
 
     def memory(self, span: Span) -> Tensor:
-        """Return the bytes of a span, ``[num_bytes]``."""
         return self._pages[span.page][span.start : span.stop]
 
     def _allocate(self, wanted_bytes: int) -> None:
@@ -215,8 +204,8 @@ def host_limit(
     """Return the bytes that all processes of this job on this host may use together, and their source: `MACHINE`, or a file.
 
     The result is the smallest limit of the process's control group (listed in `membership`) and its ancestors, and of the
-    machine's memory, by default as the system tells it. Control groups of either version are mounted in `groups` (kernel
-    documentation, admin-guide/cgroup-v2.rst: ``memory.max``; cgroup-v1/memory.rst: ``memory.limit_in_bytes``).
+    machine's memory. Control groups of either version are mounted in `groups` (kernel documentation, admin-guide/cgroup-v2.rst:
+    ``memory.max``; cgroup-v1/memory.rst: ``memory.limit_in_bytes``).
     """
     if machine_bytes is None:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -245,7 +234,6 @@ def _limits(groups: Path, membership: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read(path: Path) -> int | None:
-    """Return the limit in a file; None if there is none."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -282,14 +270,10 @@ def cpus_near(device: torch.device) -> frozenset[int]:
 
 
 def cpus_of_node(pci_address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
-    """Return the processors of the NUMA node of a PCI device; none if the system does not tell, or has no nodes.
+    """Return the processors of the NUMA node of a PCI device, as in ``0000:dc:00.0``; none if the system does not tell.
 
     See the kernel's documentation, ABI/testing/sysfs-bus-pci (``numa_node``, -1 for none) and ABI/stable/sysfs-devices-node
     (``cpulist``, as in ``0-15,32-47``).
-
-    Args:
-        pci_address: as in ``0000:dc:00.0``.
-        sysfs: where the kernel's tables are mounted.
     """
     try:
         node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text())

@@ -89,9 +89,10 @@ def train(
     environment: Mapping[str, str] = MappingProxyType({}),
     start: Start | None = None,
 ) -> RecordedRun:
-    """Train on this machine in processes that may share GPUs, and read the figures; those of an earlier run are removed.
+    """Train on this machine, and read the figures; those of an earlier run in the folder are removed.
 
-    Raises `TrainingError` if the run failed, or takes longer than `timeout_s`.
+    More processes than there are GPUs share them, which NCCL can from 2.30 on. Raises `TrainingError` if the run failed, or
+    takes longer than `timeout_s`.
     """
     log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     log.write_text(f"{num_ranks} ranks: {' '.join(words)}\n", encoding="utf-8")
@@ -108,7 +109,7 @@ def torchrun(num_ranks: int, words: Sequence[str], environment: Mapping[str, str
 
 
 def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: Any) -> Path:
-    """Train until costs are learnt; return the file with them, for `--epp-costs`. `how`: further arguments of `train`."""
+    """Train until costs are learnt; return the file with them, for `--epp-costs`."""
     iterations = NOT_RECORDED + RECORDED
     learning = {"epp_costs": "learn", "train_iters": iterations, "save": folder, "save_interval": iterations + 1}
     train(folder, num_ranks, settings | learning, **how)
@@ -116,7 +117,7 @@ def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: 
 
 
 def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> RecordedRun:
-    """Run a command that trains and writes its figures to a folder (`--epp-report-dir`), and read them.
+    """Run a command that trains and writes figures to a folder (`--epp-report-dir`), and read them, not those of earlier runs.
 
     Raises `TrainingError` if it cannot be started, failed, or takes longer than `timeout_s`.
     """

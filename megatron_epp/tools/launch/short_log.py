@@ -70,10 +70,7 @@ class ShortLog:
 
 @contextlib.contextmanager
 def divided(path: str | None) -> Iterator[ShortLog | None]:
-    """Send what this process and its children print in the body to a file, and its short form to the terminal.
-
-    Without a path the output stays as it is. Raises `OSError` if the file cannot be written.
-    """
+    """Send what this process and its children print in the body to a file, if any, and the short form to the terminal."""
     if path is None:
         yield None
         return

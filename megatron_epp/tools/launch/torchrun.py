@@ -1,9 +1,7 @@
 """torchrun that ends with the reason if one of its processes fails: its refusal, or the file with its output.
 
-Temporary files of its processes are in a folder that it removes at its end, and segments of their GPU memory expand unless the
-environment says otherwise.
-
-`python -m megatron_epp.tools.launch.torchrun` takes what torchrun takes. `short_log.LOG_VARIABLE` shortens the log.
+Temporary files are in a folder that it removes at its end, and segments of GPU memory expand unless the environment says
+otherwise. `python -m megatron_epp.tools.launch.torchrun` takes what torchrun takes. `short_log.LOG_VARIABLE` shortens the log.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ INTERRUPTED = 130  # exit code of a run that Ctrl-C ended, as shells have it
 
 
 def main() -> None:
-    """Run torchrun; exit with the code of a refusal, `INTERRUPTED` for SIGINT, also before it listens, or 1 for others."""
+    """Run torchrun; exit with the code of a refusal, 1, or `INTERRUPTED` for SIGINT, also before torchrun listens."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(launcher_folder())

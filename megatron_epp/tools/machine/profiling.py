@@ -107,7 +107,6 @@ class _Bench:
         return self._random(tokens, self.hidden).requires_grad_()
 
     def linear(self, tokens: int) -> Iterator[tuple[str, Point]]:
-        """Time a layer without its attention."""
         x, grad = self._input(tokens), self._random(tokens, self.hidden)
 
         def run() -> Tensor:

@@ -1,10 +1,9 @@
 """Check of links and of the premise of every plan: messages posted in the plan's order complete, and arrive as they were sent.
 
-Ranks of this machine, one on each GPU or otherwise processes over gloo, open every communicator that a pipeline uses, and run
-whole plans with the runtime's own executor and links, on communicators with the options of training. Compute is a small matrix
-product, so that the host runs ahead of the device as in training; a message has the size that training gives it and carries the
-number of its chunk. Where pipelines run side by side, ranks that share stages sum a tensor after each action, as
-tensor-parallel ranks do: collectives and waiting messages hold multiprocessors at the same time.
+Ranks of this machine, on a GPU each or over gloo, open every communicator of a pipeline with training's options, and run whole
+plans with the runtime's own executor and links. Compute is a small matrix product, so that the host runs ahead as in training;
+a message has the size that training gives it and carries the number of its chunk. Where pipelines run side by side, ranks that
+share stages sum a tensor after each action: collectives and waiting messages hold multiprocessors at the same time.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _START_S = 60.0
 class QueueRun:
     """A plan that ran to its end on all ranks."""
 
-    name: str  # of the plan
+    name: str
     num_messages: int  # messages of one run, over all ranks
     message_bytes: int  # size of the largest
     time_us: float  # of the fastest run on the slowest rank

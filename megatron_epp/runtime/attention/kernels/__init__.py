@@ -1,12 +1,10 @@
 """Selection of the core attention kernel: the first of a preference list that supports the case and passes verification.
 
-A fused kernel is verified once per case, before it is used: on a small chunk with a prefix and packed sequences its output and
-gradients must equal exact attention's within a tolerance, with all key heads at once in backward and with one key head
-at a time. So a library whose interface has changed cannot corrupt results. Rank 0 logs the kernel chosen, and so does every
-rank on which a kernel fails verification: one machine may differ from the others.
-
-`tests/support/runtime/kernel_proofs.py`, which is not for training, proves all kernels of a machine, exact attention too,
-against torch's own attention in fp64.
+A fused kernel is verified once per case, before it is used, so that a library whose interface has changed cannot corrupt
+results: on a small chunk with a prefix and packed sequences its output and gradients must equal exact attention's within a
+tolerance, with all key heads at once in backward and with one at a time. Rank 0 logs the kernel chosen, and so does every rank
+on which one fails. `tests/support/runtime/kernel_proofs.py` proves all kernels of a machine against torch's own attention in
+fp64.
 """
 
 from __future__ import annotations
@@ -67,10 +65,7 @@ _TOLERANCE = 2e-2
 def choose(
     q: Tensor, k: Tensor, v: Tensor, preference: str = "auto", *, has_window: bool = False, has_sinks: bool = False
 ) -> Kernel:
-    """Return the kernel for queries, keys and values of these shapes (see `Kernel`), type and device.
-
-    Raises `EppError` if no kernel of the preference, a key of `PREFERENCES`, can be used.
-    """
+    """Return the kernel for these shapes, type and device. Raises `EppError` if none of `PREFERENCES[preference]` can serve."""
     value_channels = v.shape[2] if v.shape[2] != k.shape[2] else 0
     case = AttentionCase(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], value_channels, has_window, has_sinks)
     return _choose(case, preference)

@@ -25,8 +25,8 @@ tensors of the chunk's own tokens."""
 class AttentionCase(NamedTuple):
     """Properties of this rank's tensors (not of the chunk) on which the choice of a kernel depends.
 
-    `channels` is the width of a head of queries and keys; `value_channels` is the width of values, or 0 if it is the same.
-    Some layers have a window (`SegmentTable.window`), and some have sinks (`add_sinks`).
+    `channels` is the width of a head of queries and keys; `value_channels` is the width of values, or 0 if it is the same. Some
+    layers have a window (`SegmentTable.window`), and some have sinks (`add_sinks`).
     """
 
     device: str
@@ -43,29 +43,25 @@ class AttentionCase(NamedTuple):
 class Kernel:
     """Causal variable-length attention of a chunk's segments against their own prefixes, in one call for all of them.
 
-    Queries are ``[tokens, query_heads, channels]``, keys ``[keys, kv_heads, channels]`` and values
-    ``[keys, kv_heads, value_channels]``, where segment i owns ``keys[key_starts[i]:key_starts[i + 1]]``. The mask is aligned to
-    the bottom right: the last query of a segment sees all of its keys.
-
-    Attributes:
-        name: name in logs.
-        forward: function of ``(q, k, v, table, scale)``; returns the output ``[tokens, query_heads, value_channels]``, and what
-            backward needs.
-        backward: function of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v; gradients
-            of k and v cover the prefixes too.
-        obstacle: returns why it cannot be used for a case here, or None.
-        of_heads: selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs.
-        log_sums: returns a view of the log-sum-exp among them, ``[query_heads, tokens]``.
-        builds_plans: its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for
-            backwards, in every thread and for every number of heads.
+    Queries are ``[tokens, query_heads, channels]``, keys ``[keys, kv_heads, channels]`` and values ``[keys, kv_heads,
+    value_channels]``, where segment i owns ``keys[key_starts[i]:key_starts[i + 1]]``. The mask is aligned to the bottom right:
+    the last query of a segment sees all of its keys.
     """
 
     name: str
+    # Function of ``(q, k, v, table, scale)``; returns the output ``[tokens, query_heads, value_channels]``, and what backward
+    # needs
     forward: Forward
+    # Function of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v; gradients of k and v cover
+    # the prefixes too
     backward: Backward
-    obstacle: Callable[[AttentionCase], str | None]
+    obstacle: Callable[[AttentionCase], str | None]  # returns why it cannot be used for a case here, or None
+    # selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs
     of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (log_sums_of(saved[0], own),)
+    # Returns a view of the log-sum-exp among them, ``[query_heads, tokens]``
     log_sums: Callable[[Saved], Tensor] = lambda saved: saved[0]
+    # Its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for backwards, in
+    # every thread and for every number of heads
     builds_plans: bool = False
 
 
@@ -80,10 +76,7 @@ def add_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
     With these the kernel's own backward computes the gradients of queries, keys and values: it takes the weights from the
     log-sum-exp, and their gradient's mean over the scores from the output.
 
-    Args:
-        out: ``[tokens, query_heads, value_channels]``.
-        log_sums: ``[query_heads, tokens]``.
-        sinks: score of each head, ``[query_heads]``.
+    Shapes are ``[tokens, query_heads, value_channels]``, ``[query_heads, tokens]``, and ``[query_heads]`` of the sinks' scores.
     """
     with_sinks = torch.logaddexp(log_sums, sinks[:, None].to(log_sums.dtype))
     out.mul_((log_sums - with_sinks).exp().t().unsqueeze(-1))
@@ -91,7 +84,7 @@ def add_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks; arguments as `add_sinks` takes and leaves them, and the gradient of the output."""
+    """Return the gradient of sinks, given that of the output, and output and log-sum-exp as `add_sinks` leaves them."""
     weights = (sinks[:, None].to(log_sums.dtype) - log_sums).exp()
     of_output = (grad * out).sum(-1, dtype=log_sums.dtype)
     return -(weights * of_output.t()).sum(1).to(sinks.dtype)
@@ -158,17 +151,11 @@ def backward_by_heads(
 ) -> Tensors:
     """Run a kernel's backward by groups of key heads, so that few heads' gradients of a long prefix are in memory at a time.
 
-    Results are bitwise equal to one call with all heads, if the kernel's order of summation does not depend on the number of
-    heads. FlashAttention sums dq by atomics in any order, so its last bits differ, as they do between two calls with all heads.
-
-    Args:
-        grad, q, k, v, out, saved, table, scale: as `Kernel.backward` takes them.
-        take: called with the gradients of keys and values of one group after the other, first to last, which are freed
-            afterwards.
-        count: key heads at a time; None to choose it by the memory that the gradients need.
-
-    Returns:
-        the gradient of q, and what `take` returns, of all heads.
+    Returns the gradient of q, and what `take` returns, of all heads. Results are bitwise equal to one call with all heads, if
+    the kernel's order of summation does not depend on the number of heads. FlashAttention sums dq by atomics in any order, so
+    its last bits differ, as they do between two calls with all heads. `take` gets the gradients of keys and values of one group
+    after the other, first to last, which are freed afterwards. By default the memory that they need decides the number of
+    heads, `count`.
     """
     kv_heads, each = k.shape[1], q.shape[1] // k.shape[1]
     if count is None:

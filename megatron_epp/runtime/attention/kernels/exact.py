@@ -30,10 +30,8 @@ class _Block(NamedTuple):
     queries: slice
     keys: slice
     causal: bool = False
-    merge: bool = False
-    """True if the rows already hold the result of an earlier block."""
-    window: int | None = None
-    """Keys ahead of its own that a query sees; the block's keys begin with the first query's window."""
+    merge: bool = False  # true if the rows already hold the result of an earlier block
+    window: int | None = None  # keys ahead of its own that a query sees; the block's keys begin with the first query's window
 
 
 _WINDOW_QUERIES = 128

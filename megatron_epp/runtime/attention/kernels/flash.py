@@ -101,7 +101,6 @@ def _flash_attn_3() -> Any:
 
 
 def _hopper_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
-    """Arguments that forward and backward share."""
     cu_q, cu_k = table.cu_seqlens(q.device)
     lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": table.max_query, "max_seqlen_k": table.max_key}
     return lengths | {"softmax_scale": scale} | _window(table)

@@ -139,8 +139,8 @@ def divided_head() -> dict[str, Any]:
     from megatron.core import parallel_state
 
     import megatron_epp
+    from megatron_epp.features.losses.value_head import ValueHead
     from megatron_epp.losses import ClippedValue
-    from megatron_epp.mcore.model.value_head import ValueHead
 
     group = parallel_state.get_tensor_model_parallel_group()
     head = ValueHead(loop.models[0].config, group)

@@ -55,7 +55,7 @@ def types(folder: Path, model: str) -> dict[str, Any]:
     """Train in bf16 by the stock schedule and with shards; the types that these broadcast and reduce."""
     common = flags_of(folder, 2, CONTEXT, 4)
     common += shlex.split(f"{MODELS[model]} --bf16 --pipeline-model-parallel-size 2")
-    from megatron_epp.runtime.loss import pipeline_shards
+    from megatron_epp.features.vocabulary import pipeline_shards
 
     pipeline_shards.dist = Noting(pipeline_shards.dist, folder)  # which processes forked from this one have
     own = _losses(folder, [*common, "--epp-vocab-parallel", "on"])

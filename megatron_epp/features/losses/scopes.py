@@ -1,8 +1,8 @@
 """A loss over tokens, sequences or groups of them, of the log-probabilities that chunks give, with its gradient for each chunk.
 
-The forward of a chunk gives log-probabilities of its labels, which hold their graph but no logits (`loss.token_blocks`). With
-the last forward of the chunks whose loss is computed together (`Plan.loss_groups`, else one chunk), those of trained tokens are
-leaves of which the loss is differentiated, and each chunk's backward begins with its own gradient.
+A forward gives log-probabilities of labels, which hold their graph but no logits (`loss.token_blocks`). With the last forward
+of the chunks whose loss is computed together (`Plan.loss_groups`, else one chunk), those of trained tokens are leaves of which
+the loss is differentiated, and each chunk's backward begins with its own gradient.
 
 A loss or gradient that is not finite, although what the model gave is, goes no further: zeros take its place on the device, and
 `ScopedLoss.end` names the token. What the model gives is left to Megatron's own checks.
@@ -33,11 +33,7 @@ from megatron_epp.runtime.context import ChunkContext
 
 
 class _Part(NamedTuple):
-    """Trained tokens of one chunk, among the `num_tokens` that the loss gets on this rank.
-
-    Attributes:
-        values: ``[rows, trained]``, without a graph.
-    """
+    """Trained tokens of one chunk, of `num_tokens` that the loss gets here; `values` are ``[rows, trained]`` without graph."""
 
     chunk: int
     table: SegmentTable
@@ -47,15 +43,11 @@ class _Part(NamedTuple):
 
 
 class _Check(NamedTuple):
-    """Figures of one call of the loss, on the device.
+    """Figures of one call of the loss, on the device."""
 
-    Attributes:
-        parts: layout of each part's tokens, and how many of them the loss gets on this rank.
-        figures: float64 ``[2 + rows + columns]``: 1 if the loss or its gradient is not finite, else 0; the token that it is due
-            to, among those of all parts; and the values and columns of that token.
-    """
-
-    parts: list[tuple[SegmentTable, int]]
+    parts: list[tuple[SegmentTable, int]]  # layout of each part's tokens, and how many of them the loss gets on this rank
+    # float64 ``[2 + rows + columns]``: 1 if the loss or its gradient is not finite, else 0; the token that it is due to, among
+    # those of all parts; and the values and columns of that token
     figures: Tensor
 
 
@@ -73,17 +65,11 @@ class _Columns(dict[str, Tensor]):
 
 
 class ScopedLoss:
-    """Loss of the chunks of an iteration.
+    """Loss of the chunks of an iteration. `context_ranks` share the tokens of a chunk; None if this rank has all.
 
-    Args:
-        context_ranks: ranks that share the tokens of a chunk; None if this rank has all.
-
-    Attributes:
-        asks: what the loss asks of a batch.
-        scale: factor of every gradient, for programs whose data parallelism does not divide by the batch's tokens.
-        keeps: list of each chunk and its log-probabilities, 0 for tokens that are not trained, or values of the model; None if
-            they are not wanted.
-        name_of: returns the name of a sequence of the batch in errors.
+    `scale` is a factor of every gradient, for programs whose data parallelism does not divide by the batch's tokens. `keeps`
+    gets each chunk and its log-probabilities, 0 for tokens that are not trained, or the model's values, if it is a list.
+    `name_of` returns the name of a sequence of the batch in errors.
     """
 
     def __init__(self, loss: Loss, context_ranks: dist.ProcessGroup | None = None) -> None:
@@ -97,10 +83,7 @@ class ScopedLoss:
         self._checks: list[_Check] = []
 
     def candidates(self, inputs: TrainedTokens, num_tokens: int) -> Tensor | None:
-        """Return the tokens next to labels, ``[tokens, k]``, whose log-probabilities the loss asks for; None for none.
-
-        They are 0 for tokens that are not trained.
-        """
+        """Return the tokens next to labels, ``[tokens, k]``, 0 where untrained, whose log-probabilities are asked for."""
         if self.asks.candidates is None:
             return None
         of_trained = self._by_name(inputs.columns)[self.asks.candidates].long()
@@ -109,19 +92,15 @@ class ScopedLoss:
         return self._own(of_all.t()).t()
 
     def forward(self, context: ChunkContext, values: Tensor, inputs: TrainedTokens, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what a chunk's forward completes.
+        """Compute what a chunk's forward completes; raises `EppError` if the loss fails, or does not return what a loss must.
+
+        Returns the chunk's output, which `gradient` belongs to; and this rank's sums to report, without gradients: the loss,
+        the number that divides it, and the sums to log.
 
         Args:
             values: ``[rows, tokens]`` of this rank, in fp32: log-probabilities of labels, those of each candidate, and
                 entropies, as the loss asks; or the model's values.
             loss_mask: ``[tokens]`` of this rank, 0 for tokens that are not trained.
-
-        Returns:
-            the chunk's output, which `gradient` belongs to; and this rank's sums to report, without gradients: the loss, the
-            number that divides it, and the sums to log.
-
-        Raises:
-            EppError: the loss fails, or does not return what a loss must.
         """
         own = values.detach()
         if self.keeps is not None:
@@ -152,8 +131,7 @@ class ScopedLoss:
     def end(self) -> str:
         """Check that every sequence and group has been completed, and every gradient has been taken.
 
-        Returns:
-            which token's loss or gradient is not finite, with its values; empty if all are. The host waits for the device.
+        Returns which token's loss or gradient is not finite, with its values; empty if all are. The host waits for the device.
         """
         assert not self._waiting
         assert not self._gradients
@@ -202,7 +180,6 @@ class ScopedLoss:
         return of_all if self._group is None else of_all.chunk(self._group.size(), dim=1)[self._shared.rank]
 
     def _called(self, rows: Rows, parts: Sequence[_Part]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call the loss, and check what it returns."""
         name = _class_of(self.loss)
         try:
             result: Any = self.loss(rows)
@@ -245,13 +222,11 @@ class ScopedLoss:
         return replace(rows, sequence=sequence, num_sequences=num_sequences, group=group if scope == Scope.GROUP else None)
 
     def _by_name(self, columns: Tensor) -> dict[str, Tensor]:
-        """Return columns ``[rows, tokens]`` by name, as `Rows` has them."""
         widths = self.asks.widths
         of_names = columns.split([widths.get(name, 1) for name in self.asks.names])
         return {name: x.t() if name in widths else x[0] for name, x in zip(self.asks.names, of_names, strict=True)}
 
     def _problem(self, check: _Check) -> str:
-        """Name the token that a check is about, and what the loss was given for it."""
         _, token, *values = check.figures.tolist()
         part, token = _at(int(token), [num_tokens for _, num_tokens in check.parts])
         table, _ = check.parts[part]

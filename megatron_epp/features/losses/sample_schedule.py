@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron_epp.data.batch import OF_TOKENS, GlobalBatch, InputColumns
 from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
+from megatron_epp.features.losses.stage_loss import LossStage
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
 from megatron_epp.mcore.iteration.base_run import NOTHING_TRAINS
@@ -184,7 +185,7 @@ class SampleSchedule:
         if not config.calculate_per_token_loss:
             scale = mpu.get_data_parallel_world_size(with_context_parallel=True) / max(1, divisor)
         is_only_call = last and self._unfinished.num_tokens is None
-        if stage is not None and stage.loss is not None:
+        if isinstance(stage, LossStage):
             stage.loss.scale = scale if is_only_call else 1.0
             stage.loss.keeps = values_of_chunks if wanted else None
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
+from megatron_epp.features.vocabulary.vocabulary_shard import VocabularyShard
 
 
 class TiedTable:

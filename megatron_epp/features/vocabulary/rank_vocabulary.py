@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,45 +13,46 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_epp.features import RunFeature
+from megatron_epp.features.vocabulary.headless_stage import HeadlessStage
+from megatron_epp.features.vocabulary.pipeline_shards import PipelineShards, ShardGroups, Targets
+from megatron_epp.features.vocabulary.shards import Shard
+from megatron_epp.features.vocabulary.tied_table import TiedTable
+from megatron_epp.features.vocabulary.vocabulary_shard import VocabularyShard
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
 from megatron_epp.mcore.model.block_loss import block_tokens_of
-from megatron_epp.mcore.model.headless_stage import HeadlessStage
-from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
-from megatron_epp.mcore.model.tied_table import TiedTable
+from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage, StageEnds
 from megatron_epp.mcore.model.trained_rows import rows_to_compute
-from megatron_epp.mcore.model.vocabulary_shard import VocabularyShard
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.mcore.patches.environment import fuses_own_gradients
-from megatron_epp.plan import EppError, Op
+from megatron_epp.plan import EppError, Op, Plan
 from megatron_epp.runtime.autograd.weights import give_gradient
 from megatron_epp.runtime.executor import Handler
-from megatron_epp.runtime.links.objects import GroupOptions, Groups, from_each_of_job
-from megatron_epp.runtime.loss.pipeline_shards import PipelineShards, ShardGroups, Targets
-from megatron_epp.runtime.loss.shards import Shard
+from megatron_epp.runtime.links.objects import from_each_of_job
 from megatron_epp.runtime.side_thread import Background, SideStream, SideThread
 
+if TYPE_CHECKING:
+    from megatron_epp.mcore.iteration.base_run import Run
 
-class RankVocabulary:
+
+class RankVocabulary(RunFeature):
     """A rank's shard of the output layer during training.
 
     Args:
-        stages: the same as stages, by their number in the pipeline.
         tied_group: of the pipeline, for the embedding's rows; None if the output layer is not tied to it.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        models: Sequence[torch.nn.Module],
-        stages: Mapping[int, MegatronStage],
-        config: Any,
-        groups: ShardGroups,
-        tied_group: dist.ProcessGroup | None,
-    ) -> None:
-        first: Any = unwrap_model(models[0])
+    adds_gradients = True
+
+    def __init__(self, run: Run, groups: ShardGroups, tied_group: dist.ProcessGroup | None) -> None:
+        stages: Mapping[int, MegatronStage] = run.stages
+        args, (first_stage, *_) = run.args, stages.values()
+        config, first = first_stage.config, unwrap_model(first_stage.model)
+        self._watching = run.watching
         self._shard: VocabularyShard = first.output_layer
-        self._any_stage = next(iter(stages.values()))
+        self._any_stage = first_stage
         self._last = next((stage for stage in stages.values() if isinstance(stage, HeadlessStage)), None)
+        self.rows_of = self._rows
         self._config, self.groups, self._entries = config, groups, args.padded_vocab_size // args.tensor_model_parallel_size
         self.hidden_size = config.hidden_size
         self._block_tokens = block_tokens_of(args)
@@ -59,23 +60,34 @@ class RankVocabulary:
         self._background: Background = SideStream() if torch.cuda.is_initialized() else SideThread()
         self._inputs: Callable[[int], ChunkInputs] | None = None
         self._shards: PipelineShards | None = None
-        self.tied: TiedTable | None = None
+        self._tied: TiedTable | None = None
         if tied_group is not None:
             table = first.embedding.word_embeddings if first.pre_process else None
-            self.tied = TiedTable(self._shard, table, dist.get_process_group_ranks(tied_group), tied_group)
-            self._any_stage.more_weights = self.tied.parameters
+            self._tied = TiedTable(self._shard, table, dist.get_process_group_ranks(tied_group), tied_group)
+            self._any_stage.more_weights = self._tied.parameters
 
-    def begin(self, inputs: Callable[[int], ChunkInputs]) -> Mapping[Op, Handler]:
-        """Start an iteration, whose chunks have the `inputs`; return the handlers of the operations on shards."""
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        if self._tied is not None:
+            self._tied.gather()  # measurements run the first stage
+        yield
+        if self._tied is not None:
+            self._tied.forget_gradient()
+
+    @contextmanager
+    def running(self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any) -> Iterator[Mapping[Op, Handler]]:
         self._inputs = inputs
-        if self.tied is not None:
-            self.tied.gather()
+        if self._tied is not None:
+            with self._watching("waits for the embedding's rows"):
+                self._tied.gather()
+            reduction.defer(0)  # the rank's first chunk has the shard, whose gradient is complete in the end
         last = None if self._last is None else self
         self._shards = PipelineShards(self, self.groups, last, self._background)
-        return self._shards.handlers()
-
-    def end(self) -> None:
-        """Release the iteration's inputs."""
+        yield self._shards.handlers()
+        if self._tied is not None and not plan.forward_only:
+            with self._watching("waits for the embedding's gradient"):
+                self._tied.add_gradients()
+            reduction.reduce_deferred(0)
         self._inputs = None
 
     @property
@@ -103,8 +115,7 @@ class RankVocabulary:
         whole = partial(_gathered, rows) if parts > 1 else _same
         return Targets((count, self.hidden_size), labels, weights, whole)
 
-    def rows(self, loss_mask: Tensor) -> Tensor | None:
-        """Return the tokens that pass the output layer, given their mask ``[tokens]`` on the CPU; None for all."""
+    def _rows(self, loss_mask: Tensor) -> Tensor | None:
         return rows_to_compute(loss_mask, self._entries, self.hidden_size)
 
     def message(self) -> tuple[torch.dtype, torch.device]:
@@ -148,26 +159,21 @@ def _gathered(rows: Tensor | None, part: Tensor) -> Tensor:
     return whole if rows is None else whole.index_select(0, rows)
 
 
-def rank_vocabulary(
-    args: argparse.Namespace,
-    models: Sequence[torch.nn.Module],
-    stages: Mapping[int, MegatronStage],
-    config: Any,
-    last_rank: int,
-    groups: Groups,
-    options: GroupOptions | None,
-) -> RankVocabulary:
+def end_without_head(run: Run, models: Sequence[torch.nn.Module], ends: StageEnds) -> None:
+    """Have the last stage end with its hidden states, of which all ranks compute the loss."""
+    ends.last, ends.has_head = HeadlessStage, False
+
+
+def rank_vocabulary(run: Run) -> RankVocabulary:
     """Return this rank's part of vocabulary parallelism. Every rank of the job must call this.
 
     Communicators have the same options as links, and each is used once on every rank here, since NCCL makes a communicator on
     its first use.
 
-    Args:
-        options: of communicators; None for the backend's defaults.
-
     Raises:
         EppError: a parameter is frozen, since a shard does not know what was done with the weight whose place it takes.
     """
+    models = [stage.model for stage in run.stages.values()]
     if any(from_each_of_job(any(not parameter.requires_grad for model in models for parameter in model.parameters()))):
         raise EppError(
             f"{VOCABULARY_FLAG} on is for models of which everything trains, and parameters of this one are frozen: set it "
@@ -177,12 +183,11 @@ def rank_vocabulary(
     everyone = tuple(sorted(dist.get_process_group_ranks(mpu.get_model_parallel_group())))
     # Two of the same ranks: NCCL runs the collectives of one communicator one after the other, and with gloo two threads would
     # use one group.
-    spread, gather = (groups.of(pipeline, options=options) for _ in range(2))
-    statistics = groups.of(everyone, options=options)
+    spread, gather = (run.groups.of(pipeline, options=run.link_options) for _ in range(2))
+    statistics = run.groups.of(everyone, options=run.link_options)
     first: Any = unwrap_model(models[0])
-    tied = groups.of(pipeline, options=options) if first.output_layer.vocabulary.is_tied else None
-    _, _, device = next(iter(stages.values())).message(1)
+    tied = run.groups.of(pipeline, options=run.link_options) if first.output_layer.vocabulary.is_tied else None
+    _, _, device = next(iter(run.stages.values())).message(1)
     for group in filter(None, (spread, gather, statistics, tied)):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    shard_groups = ShardGroups(pipeline[last_rank], spread, gather, statistics)
-    return RankVocabulary(args, models, stages, config, shard_groups, tied)
+    return RankVocabulary(run, ShardGroups(pipeline[run.placement.last_rank], spread, gather, statistics), tied)

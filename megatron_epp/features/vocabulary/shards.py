@@ -26,20 +26,14 @@ much memory as the input of the output layer in fp32.
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of an output layer's weight that one rank holds.
+    """Rows of an output layer's weight that one rank holds."""
 
-    Attributes:
-        weight: ``[rows, in]``; the rows may be none.
-        start: number of the first row in the whole vocabulary.
-        block_tokens: most tokens whose logits are in memory at once; then logits are recomputed for the weight's gradient.
-            0 for all of a chunk; their exponentials are kept then.
-        accumulate: as in `token_blocks.Head`.
-    """
-
-    weight: Tensor
-    start: int
+    weight: Tensor  # ``[rows, in]``; the rows may be none
+    start: int  # number of the first row in the whole vocabulary
+    # Most tokens whose logits are in memory at once; then logits are recomputed for the weight's gradient. 0 for all of a
+    # chunk; their exponentials are kept then.
     block_tokens: int = 0
-    accumulate: Callable[[Tensor, Tensor], Tensor] | None = None
+    accumulate: Callable[[Tensor, Tensor], Tensor] | None = None  # as in `token_blocks.Head`
 
     def index(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return every label's row on this rank (clamped), and True if it is one of them."""
@@ -52,19 +46,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardSummary:
-    """Statistics of logits, ``[tokens]`` each, in fp32 (fp64 for fp64 logits).
+    """Statistics of logits, ``[tokens]`` each, in fp32 (fp64 for fp64 logits)."""
 
-    Attributes:
-        most: largest logit of this rank.
-        summed: sum of exponentials of this rank's logits less `most`.
-        predicted: logit of the label, if it is one of this rank's rows.
-        is_here: True where it is.
-    """
-
-    most: Tensor
-    summed: Tensor
-    predicted: Tensor
-    is_here: Tensor
+    most: Tensor  # largest logit of this rank
+    summed: Tensor  # sum of exponentials of this rank's logits less `most`
+    predicted: Tensor  # logit of the label, if it is one of this rank's rows
+    is_here: Tensor  # True where it is
 
     def addends(self, most: Tensor) -> Tensor:
         """Return what ranks add up, given the largest logits: sums of exponentials and logits of labels, ``[2, tokens]``."""
@@ -80,16 +67,12 @@ class ShardSummary:
 
 @dataclass(slots=True)
 class Logits:
-    """Result of `logits_pass`.
-
-    Attributes:
-        summary: statistics.
-        part: ``exp(logits - most) @ weight`` without the label's term, ``[tokens, in]`` in fp32; None if no gradient is wanted.
-        exponentials: ``exp(logits - most)`` with 0 for labels, ``[tokens, rows]`` in the weight's type; None if recomputed.
-    """
+    """Result of `logits_pass`."""
 
     summary: ShardSummary
+    # ``exp(logits - most) @ weight`` without the label's term, ``[tokens, in]`` in fp32; None if no gradient is wanted
     part: Tensor | None = None
+    # ``exp(logits - most)`` with 0 for labels, ``[tokens, rows]`` in the weight's type; None if recomputed
     exponentials: Tensor | None = None
 
 
@@ -97,10 +80,7 @@ class Logits:
 def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -> Logits:
     """Compute a rank's logits of a chunk by blocks of tokens, and what is needed of them.
 
-    Args:
-        x: input of the output layer, ``[tokens, in]``.
-        labels: ``[tokens]``, numbers of rows of the whole vocabulary.
-        shard: the rank's rows, at least one.
+    `x` is the layer's input, ``[tokens, in]``; labels, ``[tokens]``, are rows of the whole vocabulary. The shard has some.
     """
     index, is_here = shard.index(labels)
     parts, rounded, rows = [], None, []
@@ -130,12 +110,7 @@ def logits_pass(x: Tensor, labels: Tensor, shard: Shard, needs_gradient: bool) -
 def scale_part(logits: Logits, log_sum: Tensor, labels: Tensor, shard: Shard) -> Tensor:
     """Complete a rank's part of the gradient of the layer's input in place, for tokens of weight one; return it.
 
-    The sum over all ranks is the gradient, ``[tokens, in]`` in fp32.
-
-    Args:
-        logits: of the rank, with `part`.
-        log_sum: log-sum-exp of all ranks' logits, ``[tokens]``.
-        labels: ``[tokens]``.
+    The sum over all ranks is the gradient, ``[tokens, in]`` in fp32. `log_sum`, ``[tokens]``, is of all ranks' logits.
     """
     assert logits.part is not None
     summary, index = logits.summary, shard.index(labels)[0]
@@ -150,11 +125,7 @@ def scale_part(logits: Logits, log_sum: Tensor, labels: Tensor, shard: Shard) ->
 def weight_gradient(x: Tensor, labels: Tensor, logits: Logits, log_sum: Tensor, weights: Tensor, shard: Shard) -> Tensor:
     """Return the gradient of a rank's rows, ``[rows, in]``; a placeholder if `shard.accumulate` adds it to the main gradient.
 
-    Args:
-        x, labels: as `logits_pass` takes them.
-        logits: its result; what it has kept is overwritten.
-        log_sum: log-sum-exp of all ranks' logits, ``[tokens]``.
-        weights: gradient of each token's loss, ``[tokens]``.
+    What `logits` has kept is overwritten. `log_sum` is of all ranks' logits, `weights` the loss's, ``[tokens]``.
     """
     summary, (index, is_here) = logits.summary, shard.index(labels)
     of_label = (_label_terms(summary, log_sum) * weights)[:, None]

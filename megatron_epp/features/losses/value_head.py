@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.losses import Loss, load_loss
 from megatron_epp.mcore.arguments.table import names_of
+from megatron_epp.mcore.model.language_model import outputs_of
 from megatron_epp.plan import EppError
 
 
@@ -46,7 +47,7 @@ class ValueHead(torch.nn.Linear):
         return tensors
 
 
-def put_head(model: Any, args: argparse.Namespace) -> None:
+def put_head(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     """Give a model that Megatron has just built a value head, if the run's loss reads values. Other chunks stay as they are."""
     if getattr(load_loss(args.epp_loss), "has_values", False) and model.post_process:
         model.output_layer = ValueHead(model.config, model.output_layer.tp_group)
@@ -79,10 +80,3 @@ def check_head(model: torch.nn.Module, loss: Loss, args: argparse.Namespace) -> 
             f"{loss.name} reads log-probabilities, and the output layer ({type(layer).__name__}) has one output: give a loss "
             "with has_values, or a model with the logits of a vocabulary"
         )
-
-
-def outputs_of(layer: Any) -> int | None:
-    """Return the number of outputs of an output layer over all ranks; None if it does not say."""
-    weight = getattr(layer, "weight", None)
-    outputs = getattr(layer, "output_size", getattr(layer, "out_features", None))
-    return len(weight) if outputs is None and isinstance(weight, Tensor) else outputs

@@ -15,44 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.features.vocabulary.shards import Logits, Shard, ShardSummary, logits_pass, scale_part, weight_gradient
 from megatron_epp.plan import Action, Op
 from megatron_epp.runtime.executor import Executor, Handler
-from megatron_epp.runtime.loss.shards import Logits, Shard, ShardSummary, logits_pass, scale_part, weight_gradient
 from megatron_epp.runtime.side_thread import Background
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGroups:
-    """Communicators of a pipeline's vocabulary shards.
+    """Communicators of a pipeline's vocabulary shards."""
 
-    Attributes:
-        root: global rank of the last stage.
-        spread: ranks of the pipeline, for broadcasts.
-        gather: the same ranks, for the reduction of gradients.
-        statistics: all ranks that hold rows of the vocabulary: the pipeline's and the tensor-parallel group's.
-    """
-
-    root: int
-    spread: dist.ProcessGroup
-    gather: dist.ProcessGroup
-    statistics: dist.ProcessGroup
+    root: int  # global rank of the last stage
+    spread: dist.ProcessGroup  # ranks of the pipeline, for broadcasts
+    gather: dist.ProcessGroup  # the same ranks, for the reduction of gradients
+    statistics: dist.ProcessGroup  # all ranks that hold rows of the vocabulary: the pipeline's and the tensor-parallel group's
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens of a chunk that pass the output layer.
+    """Tokens of a chunk that pass the output layer."""
 
-    Attributes:
-        shape: of the broadcast, this rank's part of the last stage's output ``[rows, in]``.
-        labels: ``[tokens]``.
-        weights: gradient of each token's loss, ``[tokens]``.
-        whole: returns the input of the output layer, ``[tokens, in]``, given the broadcast.
-    """
-
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # of the broadcast, this rank's part of the last stage's output ``[rows, in]``
+    # labels, weights: ``[tokens]``; a weight is the gradient of a token's loss
     labels: Tensor
     weights: Tensor
-    whole: Callable[[Tensor], Tensor]
+    whole: Callable[[Tensor], Tensor]  # returns the input of the output layer, ``[tokens, in]``, given the broadcast
 
 
 class LastStage(Protocol):
@@ -79,36 +66,22 @@ class Rank(Protocol):
 
 @dataclass(slots=True)
 class _State:
-    """A chunk between its broadcast and its last operation on this rank.
-
-    Attributes:
-        targets: its tokens.
-        x: what is broadcast; from `S` on the input of the output layer.
-        work: the broadcast, until `S`.
-        timed: called where `S` has waited for the broadcast, to end its time; None where a callback does.
-        logits, losses, log_sum: results of `S` and of the reductions.
-        ready: waits for the end of the reductions; None once it has been called.
-        num_uses: operations of this rank that still need it, after the reductions.
-    """
+    """A chunk between its broadcast and its last operation on this rank."""
 
     targets: Targets
-    x: Tensor
-    work: dist.Work | None
+    x: Tensor  # what is broadcast; from `S` on the input of the output layer
+    work: dist.Work | None  # the broadcast, until `S`
+    # Called where `S` has waited for the broadcast, to end its time; None where a callback does
     timed: Callable[[], None] | None = None
     logits: Logits | None = None
     log_sum: Tensor | None = None
     losses: Tensor | None = None
-    ready: Callable[[], None] | None = None
-    num_uses: int = 0
+    ready: Callable[[], None] | None = None  # waits for the end of the reductions; None once it has been called
+    num_uses: int = 0  # operations of this rank that still need it, after the reductions
 
 
 class PipelineShards:
-    """Operations of one rank's shard during an iteration.
-
-    Args:
-        last: the last stage, if it is on this rank.
-        background: where the reductions run.
-    """
+    """Operations of one rank's shard during an iteration; reductions run in the background."""
 
     def __init__(self, rank: Rank, groups: ShardGroups, last: LastStage | None, background: Background) -> None:
         self._rank, self._groups, self._last, self._background = rank, groups, last, background
@@ -122,7 +95,6 @@ class PipelineShards:
         return sum(tensor.nbytes for tensors in held for tensor in tensors if tensor is not None)
 
     def handlers(self) -> Mapping[Op, Handler]:
-        """Return the handlers for `Executor`."""
         return {
             Op.SPREAD: self._spread,
             Op.S: self._logits,
@@ -173,11 +145,7 @@ class PipelineShards:
 
     @torch.no_grad()
     def _reduce(self, state: _State, begin: Callable[[], Callable[[], None]]) -> None:
-        """Combine the ranks' statistics, and reduce the gradient of the layer's input to the last stage in fp32.
-
-        Args:
-            begin: starts to time the collectives; what it returns is called at their end.
-        """
+        """Combine the ranks' statistics, and reduce the input's gradient in fp32; `begin` starts to time the collectives."""
         logits, groups, ended = state.logits, self._groups, begin()
         assert logits is not None  # S has run
         summary, most = logits.summary, logits.summary.most.clone()
@@ -211,7 +179,6 @@ class PipelineShards:
         self._used(action.chunk)
 
     def _used(self, chunk: int) -> None:
-        """Drop a chunk after its last operation on this rank."""
         self._states[chunk].num_uses -= 1
         if self._states[chunk].num_uses == 0:
             del self._states[chunk]

@@ -1,0 +1,123 @@
+"""Features: what a run can do besides slices. The core knows the protocols here and the table, and imports no feature.
+
+A feature has its code in a folder and its row in `FEATURES`. A rank imports the functions that the row names if the run wants
+the feature.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_epp.data.batch import GlobalBatch
+    from megatron_epp.plan import Op, Plan
+    from megatron_epp.runtime.recorder import Recorder
+
+
+class Asked(NamedTuple):
+    """Wishes of a user: flags, a loss of theirs, and a function that makes the first stage's input rows."""
+
+    args: Namespace
+    loss: Any = None
+    own_inputs: Any = None
+
+
+class RunFeature:
+    """A feature in one rank's run. Every rank of the job calls these methods in the order of the table."""
+
+    rows_of: Callable[[Tensor], Tensor | None] | None = None
+    """Function from a loss mask ``[tokens]`` on the CPU to the tokens that pass the output layer (None: all), on a rank that
+    needs labels for the feature."""
+    adds_gradients = False
+    """True if the first stage's gradients are complete only behind its last backward."""
+
+    def allocate(self) -> None:
+        """Allocate memory that caps must count, before they are settled."""
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Return a context in which the rank's stages run alone, while costs are measured."""
+        return nullcontext()
+
+    def settled(self) -> None:
+        """Prepare what depends on costs, once they are settled."""
+
+    def before(self, batch: GlobalBatch) -> None:
+        """Prepare an iteration."""
+
+    def running(
+        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any
+    ) -> AbstractContextManager[Mapping[Op, Any]]:
+        """Return a context around an iteration's actions, with the handlers of the feature's own operations.
+
+        Args:
+            inputs: of a chunk, as stages get them; None if chunks are a caller's microbatches.
+            reduction: of the rank's gradients (`mcore.iteration.reduction.Reduction`).
+        """
+        return nullcontext({})
+
+    def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
+        """Use the times of a training iteration."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the feature holds on the device for chunks in flight."""
+        return 0
+
+    def close(self) -> None:
+        """Complete what background threads do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A row. Targets are ``module:function``.
+
+    Attributes:
+        gain: a figure with its command or page, or the models that need the feature.
+        wanted: reads what a user asked for, and imports nothing.
+        adopt: from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it.
+        ends: from a run, its model chunks and `mcore.model.stage.StageEnds`; changes how the first and the last stage are made.
+        run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
+    """
+
+    name: str
+    gain: str
+    wanted: Callable[[Asked], bool]
+    adopt: str = ""
+    ends: str = ""
+    run: str = ""
+
+
+_HERE = "megatron_epp.features."
+FEATURES = (
+    Feature(
+        "losses of the user's",
+        "1.26 to 1.91 times as fast as verl's microbatches: python -m scripts.bench.rl",
+        wanted=lambda asked: asked.loss is not None or getattr(asked.args, "epp_loss", None) is not None,
+        adopt=f"{_HERE}losses.value_head:put_head",
+        ends=f"{_HERE}losses.stage_loss:compute",
+        run=f"{_HERE}losses.stage_loss:sample_loss",
+    ),
+    Feature(
+        "vocabulary shards",
+        "efficiency 0.895 -> 0.949: python -m scripts.bench.layouts",
+        wanted=lambda asked: getattr(asked.args, "epp_vocab_parallel", "off") == "on",
+        adopt=f"{_HERE}vocabulary.vocabulary_shard:divide_output_layer",
+        ends=f"{_HERE}vocabulary.rank_vocabulary:end_without_head",
+        run=f"{_HERE}vocabulary.rank_vocabulary:rank_vocabulary",
+    ),
+)
+"""All features, in the order in which every rank asks them."""
+
+
+def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a kind (`adopt`, `ends`, `run`) of the features that are wanted."""
+    for feature in FEATURES:
+        if (target := getattr(feature, kind)) and feature.wanted(asked):
+            yield resolve_name(target)

@@ -1,0 +1,30 @@
+"""A feature is a folder and a row: its functions exist, its gain is said, and the core does not know it."""
+
+import ast
+import re
+from argparse import Namespace
+
+import pytest
+
+from megatron_epp.features import FEATURES, Asked, Feature
+from tests.pure.test_layers import ROOT, modules
+
+TARGETS = [(feature, target) for feature in FEATURES for target in (feature.adopt, feature.ends, feature.run) if target]
+
+
+@pytest.mark.parametrize(("feature", "target"), TARGETS, ids=[target.rpartition(".")[2] for _, target in TARGETS])
+def test_a_row_names_functions_that_exist(feature: Feature, target: str):
+    module, _, function = target.removeprefix("megatron_epp.").partition(":")
+    tree = ast.parse(modules()[module].read_text())
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_folder_has_a_row_and_every_row_says_what_it_gains():
+    folders = {path.name for path in (ROOT / "features").iterdir() if (path / "__init__.py").exists()}
+    assert folders == {target.split(".")[2] for _, target in TARGETS}
+    for feature in FEATURES:
+        assert re.search(r"\d|models", feature.gain), f"{feature.name}: no figure, no feature"
+
+
+def test_a_run_without_flags_wants_no_feature():
+    assert [feature.name for feature in FEATURES if feature.wanted(Asked(Namespace()))] == []
