@@ -42,7 +42,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(LayerSizes):
-    """What layers with attention, and with experts if there are others too, keep and exchange on a rank."""
+    """A layer's kept, moved and exchanged bytes, of layers with attention, and with experts if there are others too."""
 
     @property
     def hidden_bytes_per_token(self) -> float:

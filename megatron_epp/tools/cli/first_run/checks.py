@@ -13,7 +13,7 @@ from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.report.text import format_us, table
 
 _WIDTHS = {True: 16384, False: 64}
-"""fp32 values of a token in a message of the queue check, on GPUs and without: there the largest has about 60 MB."""
+"""fp32 values of a token in a message of the queue check, with GPUs, where the largest has about 60 MB, and without."""
 _LIMIT_S = {True: 60.0, False: 30.0}  # seconds without progress after which a message counts as stuck
 
 
