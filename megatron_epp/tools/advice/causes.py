@@ -79,7 +79,7 @@ Steps = tuple[Stock | None, ...]  # A step before any cause and with each of the
 class StockChoices:
     """A batch at given parallel sizes, and what may be chosen for it."""
 
-    # of the replica that takes longest: sequences dealt by count first, then divided by work; one if equal
+    # Of the replica that takes longest: sequences dealt by count first, then divided by work; one if equal
     problems: tuple[Problem, ...]
     costs_of: CostsOf  # costs of a layout without a loss by blocks
     own_costs_of: CostsOf  # costs of a layout as plans have them

@@ -41,7 +41,7 @@ class Advice:
     question: Question  # input of the search
     best: tuple[Judged, ...]  # configurations evaluated exactly, the best first; never empty
     slower: tuple[Judged, ...]  # configurations ruled out by a rough plan, the best first
-    # configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out
+    # Configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out
     refused: tuple[Misfit, ...]
     plain: Baseline | None  # Megatron's own 1F1B at its best configuration; None if it fits no configuration
     gain: Gain  # of the best over 1F1B, divided by cause

@@ -38,7 +38,7 @@ class Configuration:
     placement: Literal["looped", "v"] = "looped"  # of the stages if a rank has several, a value of ``--epp-placement``
     layers: tuple[float, ...] = ()  # of every stage, in the model's order; a half is a layer's attention or its MLP
     shards_vocabulary: bool = False  # the output layer is divided over the pipeline ranks
-    # what slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say
+    # What slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say
     latents: str = ""
 
     @property
@@ -133,13 +133,13 @@ class Question:
     context: int  # largest number of tokens of a sequence
     fixed: dict[str, int] = field(default_factory=dict)  # sizes that are not searched, by names of `Configuration`
     options: Options = field(default_factory=Options)  # of the planner
-    # profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched
+    # Profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched
     measured: dict[Sharing, Profile] = field(default_factory=dict)
     costs_files: dict[Sharing, str] = field(default_factory=dict)  # path of each of them
     documents: str = "split"  # treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`
-    # whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`
+    # Whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`
     vocabulary: tuple[bool, ...] = (False,)
-    # weight gradients are split where plans are faster with it, if the options do not split them anyway
+    # Weight gradients are split where plans are faster with it, if the options do not split them anyway
     opens_weights: bool = False
 
     @property

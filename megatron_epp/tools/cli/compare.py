@@ -76,7 +76,7 @@ class Entry:
     refusal: str  # why there is none
     planning_ms: float  # processor time
     note: str = ""  # what the exact planner says of its plan
-    # most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself
+    # Most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself
     size: int | None = None
 
     @property

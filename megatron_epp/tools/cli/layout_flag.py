@@ -82,9 +82,12 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]],
         args.latents = "off"
     if args.latents in ("on", "off"):
         return
+    # Where both are tried, no layout is searched that is not asked for
+    vocabulary, splits = "on" if args.vocab_parallel == "on" else "off", args.split_weight in (True, "on")
+    unsearched = {"layout": args.layout or BALANCED, "vocab_parallel": vocabulary, "split_weight": splits}
 
     def trial(choice: str) -> LatentsTrial:
-        settings = argparse.Namespace(**vars(args) | without_search(args) | {"latents": choice})
+        settings = argparse.Namespace(**vars(args) | unsearched | {"latents": choice})
         layout = chosen_layout(settings, batches, planners).layout
         problems = [problem_of(settings, lengths, layout.placement) for lengths in batches]
         costs = costs_of(settings, [*chain.from_iterable(batches)], layout)
@@ -94,12 +97,6 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]],
         choice = choose_latents(trial)
     args.latents = "on" if choice.relays_latents else "off"
     tell(f"{PROGRAM}: --latents {args.latents}: {choice}")
-
-
-def without_search(args: argparse.Namespace) -> dict[str, object]:
-    """Return values of flags with which no layout is searched that is not asked for, where many are tried."""
-    vocabulary = "on" if args.vocab_parallel == "on" else "off"
-    return {"layout": args.layout or BALANCED, "vocab_parallel": vocabulary, "split_weight": args.split_weight in (True, "on")}
 
 
 def chosen_layout(
@@ -207,9 +204,8 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
     if (halves := parse_layers(text)) is not None:
         ranks = args.stages or len(halves)
         if len(halves) != ranks or sum(halves) != 2 * num_layers:
-            raise EppError(
-                f"--layout {brief(text)} has {len(halves)} stages and {sum(halves) / 2:g} layers: {_wanted(ranks, num_layers)}"
-            )
+            has = f"{len(halves)} stages and {sum(halves) / 2:g} layers"
+            raise EppError(f"--layout {brief(text)} has {has}: {_wanted(ranks, num_layers)}")
         return Layout(halves, Placement("looped", ranks, 1))
     if not os.path.isfile(text):
         wanted = _wanted(pipeline_ranks(args), num_layers)

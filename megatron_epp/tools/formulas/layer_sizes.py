@@ -106,14 +106,14 @@ class LayerSizes:
     num_query_groups: int | None = None  # key and value heads; None means as many as query heads
     kv_channels: int | None = None  # width of a head; None means hidden_size / num_attention_heads
     value_channels: int | None = None  # width of a head of values and of attention's output; None means as wide
-    # width of the latent from which latent attention makes keys and values; None for other attention
+    # Width of the latent from which latent attention makes keys and values; None for other attention
     latent_rank: int | None = None
     query_rank: int | None = None  # width of the latent from which it makes queries; None for the hidden state itself
     rotated_channels: int = 0  # of a head of latent attention, those that turn with the position and are the same in all keys
     relays_latents: bool = False  # slices hand on the latents, of which attention makes keys and values, in the place of these
     window: int = 0  # tokens ahead of its own that a token sees in layers with a window
     window_share: float = 0.0  # share of the layers that have one; the others see all
-    # what mixes tokens in each layer: ``*`` or ``+`` attention, ``G`` a gated delta net, ``M`` Mamba-2; one symbol if all
+    # What mixes tokens in each layer: ``*`` or ``+`` attention, ``G`` a gated delta net, ``M`` Mamba-2; one symbol if all
     # layers are alike. A layer of a hybrid model may be ``-`` an MLP or ``E`` experts. Properties are of those with
     # attention.
     mixers: str = "*"
@@ -131,11 +131,11 @@ class LayerSizes:
     experts_per_token: int = 1  # how many of them a token passes (top-k). Experts are taken to be loaded evenly.
     shared_ffn_hidden_size: int = 0  # width inside the expert that all tokens pass; 0 without one
     shared_gate: bool = False  # the output of that expert is multiplied by a gate
-    # kept of a token by the router and by the permutation of copies, over all ranks that share the tokens
+    # Kept of a token by the router and by the permutation of copies, over all ranks that share the tokens
     router_bytes: float = 0.0
-    # of a probability that the router gives; ranks that share an expert add up its outputs in that type
+    # Of a probability that the router gives; ranks that share an expert add up its outputs in that type
     router_value_bytes: int = 2
-    # numbers, from 0, of layers that have one MLP in the place of experts; properties are of the others
+    # Numbers, from 0, of layers that have one MLP in the place of experts; properties are of the others
     dense_layers: tuple[int, ...] = ()
     dense_ffn_hidden_size: int = 0  # width inside that MLP, or inside that of a hybrid model with experts
     predictions: int = 0  # depths of multi-token prediction
@@ -145,7 +145,7 @@ class LayerSizes:
     sequence_parallel: bool = False  # those ranks also share the tokens between the layers' matrix products
     context_parallel: int = 1  # ranks that share the tokens (the heads, inside attention)
     expert_parallel: int = 1  # ranks that share the experts
-    # ranks that share an expert; None means as many as `tensor_parallel`, as in Megatron
+    # Ranks that share an expert; None means as many as `tensor_parallel`, as in Megatron
     expert_tensor_parallel: int | None = None
     expert_dispatcher: str = ALLTOALL  # one of `DISPATCHERS`
     # expert_groups, chosen_groups: of equal groups of experts, those in which a token's experts are

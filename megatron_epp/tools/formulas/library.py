@@ -46,7 +46,7 @@ class Cluster:
     name: str  # of its file
     rates: Rates  # of one device, and of the links between devices
     device_memory_gb: float | None  # memory of one device, in 2^30 bytes; None for no cap
-    # devices that reach each other at `rates.exchange_bytes`; all others do at `rates.message_bytes`
+    # Devices that reach each other at `rates.exchange_bytes`; all others do at `rates.message_bytes`
     devices_per_node: int = DEVICES_PER_NODE
 
     def linked(self, devices: int) -> Rates:

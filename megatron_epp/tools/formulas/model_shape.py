@@ -15,7 +15,7 @@ class Exchange(NamedTuple):
     num_bytes: float  # that it sends to the others, where every copy is sent by itself
     ranks: int  # of the group
     spacing: int  # from one rank of the group to the next, in devices
-    # of a token, each to a rank of the group; more than 0 if a node, and a rank, gets one for all of its experts
+    # Of a token, each to a rank of the group; more than 0 if a node, and a rank, gets one for all of its experts
     copies: int = 0
     # groups, chosen: a token's experts are in `chosen` of `groups` equal groups of neighbouring experts
     groups: int = 1

@@ -74,7 +74,7 @@ class Profile:
     attention: ModelPart  # the part of a layer up to the MLP's norm
     embedding: ModelPart = ModelPart()
     head: ModelPart = ModelPart()
-    # a layer with one MLP, in a model whose other layers have experts; None if all layers are alike
+    # A layer with one MLP, in a model whose other layers have experts; None if all layers are alike
     dense_layer: ModelPart | None = None
     dense_layers: tuple[int, ...] = ()  # numbers of the layers that it stands for, from 0
     prediction: ModelPart = ModelPart()  # a depth of multi-token prediction without its logits

@@ -28,9 +28,9 @@ class Settled:
     """The choices for a run, and what they save."""
 
     choice: LayoutChoice  # the layout, which says whether the output layer is divided
-    # share of time that weight gradients as actions of their own save with the layout; 0 if they are not split
+    # Share of time that weight gradients as actions of their own save with the layout; 0 if they are not split
     split_gain: float = 0.0
-    # share that the logits of whole chunks at once save over blocks of tokens; 0 if there are blocks, if asked
+    # Share that the logits of whole chunks at once save over blocks of tokens; 0 if there are blocks, if asked
     logits_gain: float = 0.0
 
     @property

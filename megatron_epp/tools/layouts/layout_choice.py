@@ -74,14 +74,14 @@ _BATCH_ERROR_SHARE = 0.02
 class Sample:
     """Input of the search: batches, costs, and what a layout may be."""
 
-    # typical batches of the run, of one replica each; their placement does not matter, their caps do
+    # Typical batches of the run, of one replica each; their placement does not matter, their caps do
     problems: tuple[Problem, ...]
     costs_of: CostsOf  # the costs of the model's pipeline with a layout
     num_layers: int  # of the model
     options: Options = field(default_factory=Options)  # of the planner
     halves: bool = True  # stages may begin inside a layer
     placements: tuple[Placement, ...] = ()  # placements to try, the one of even layers first; empty for all of `placements_of`
-    # whether the output layer may be in shards over the ranks: both are tried, the first with even layers
+    # Whether the output layer may be in shards over the ranks: both are tried, the first with even layers
     vocabulary: tuple[bool, ...] = (False,)
 
     @property
