@@ -74,7 +74,7 @@ class Configuration:
 
     @property
     def rank_of(self) -> tuple[int, ...]:
-        return self.stages.placement.rank_of
+        return Placement(self.placement, self.pipeline, self.virtual).rank_of
 
     def with_layout(self, layout: Layout) -> Configuration:
         placed = replace(self, layers=layout.layers, shards_vocabulary=layout.shards_vocabulary)
