@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_epp.plan.layer_flags import by_layer, pattern_of
+from megatron_epp.tools.formulas.layer_sizes import DeltaNet, StateSpace
 from megatron_epp.tools.formulas.library import delta_net, mixers_of, shape_of, state_space
 
 Flags = Mapping[str, Any]
@@ -18,18 +19,18 @@ def parameters_of(flags: Flags) -> int:
     shape = shape_of({**flags, "num_layers": 2, "moe_layer_freq": [0, 1]})  # has layers with and without experts, if any
     ends = 2 if flags.get("untie_embeddings_and_output_weights") else 1
     counts = Counter(symbol for kinds in kinds_of_layers(flags) for symbol in kinds)
-    hidden, mixers = int(flags["hidden_size"]), {_DELTA: delta_net, _STATES: state_space}
+    mixers: dict[str, Callable[[Flags], DeltaNet | StateSpace]] = {_DELTA: delta_net, _STATES: state_space}
     return (
         ends * int(flags["vocab_size"]) * shape.hidden_size
         + counts[_ATTENTION] * shape.attention_parameters
         + counts["-"] * shape.with_one_mlp.mlp_parameters
         + counts["E"] * (shape.layer_parameters - shape.attention_parameters)
-        + sum(counts[symbol] * sizes(flags).parameters(hidden) for symbol, sizes in mixers.items() if counts[symbol])
+        + sum(counts[symbol] * sizes(flags).parameters(shape.hidden_size) for symbol, sizes in mixers.items() if counts[symbol])
     )
 
 
 def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
-    """List what every layer has: ``*`` attention, ``G`` a gated delta net, ``M`` Mamba or none; ``-`` an MLP, ``E`` experts or
+    """List the mixer (``*`` attention, ``G`` gated delta net, ``M`` Mamba) and the MLP (``-`` or ``E`` experts) of layers, or
     none.
     """
     mixers = mixers_of(flags).replace("+", _ATTENTION)
