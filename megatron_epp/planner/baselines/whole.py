@@ -150,9 +150,7 @@ def megatron_order(chunks: tuple[Chunk, ...], problem: Problem, own: Placement) 
 
 
 def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement, in_groups: bool) -> None:
-    """Judge rows without recompute, else with Megatron's kinds: groups of layers only where all layers by themselves do not
-    fit.
-    """
+    """Judge rows without recompute, else with Megatron's kinds, groups of layers last."""
     problem, costs, order = contest.problem, contest.costs, megatron_order(chunks, contest.problem, own)
     most, tables = max(costs.num_layers), contest.tables(chunks)
     fixed = 0 if problem.forward_only else contest.options.recompute

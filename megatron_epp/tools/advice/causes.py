@@ -239,7 +239,6 @@ def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf, *, halve
 def gain_of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> Gain:
     """Return the gain, given the steps before any cause and with the first three.
 
-    `whole_us` is of plans with the vocabulary on the last stage and weight gradients within backwards, `best_us` of plans with
-    every cause.
+    `whole_us` is of plans with the vocabulary on the last stage and weight gradients within backwards, `best_us` of all.
     """
     return Gain((*(math.inf if step is None else step.step_us for step in steps), whole_us, best_us))

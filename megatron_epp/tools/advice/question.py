@@ -56,9 +56,7 @@ class Configuration:
 
     @property
     def kinds(self) -> int:
-        """Number of kinds of parallelism but for replicas; several stages on a rank, unequal layers and shards count as one
-        each.
-        """
+        """Number of kinds of parallelism but for replicas; several stages on a rank, unequal layers and shards count, too."""
         sizes = (self.tensor, self.context, self.pipeline, self.expert, self.virtual, len(set(self.layers)))
         return sum(size > 1 for size in sizes) + self.shards_vocabulary
 

@@ -73,8 +73,7 @@ class ModelShape(LayerSizes):
     def _attention_rest_bytes_per_token(self) -> float:
         """Bytes that attention keeps besides `_attended_width` and latents: what its norms read, statistics, angles, a gate.
 
-        A norm of residual width counts with the layer. Keys of one head are on several ranks where these are more than the
-        heads.
+        A norm of residual width counts with the layer. Keys of one head may be on several ranks.
         """
         values, statistics = 0, 0
         key_heads = self.kv_heads_per_tensor_rank * self.tensor_parallel
@@ -162,9 +161,7 @@ class ModelShape(LayerSizes):
 
     @property
     def _attention_saved_bytes_per_token(self) -> float:
-        """Bytes saved of the input of the first projection. Attention needs its output uncast; so does latent attention its
-        input.
-        """
+        """Bytes saved of the first projection's input; attention needs its output uncast, latent attention its input."""
         return 0.0 if self.latent_rank is not None else self._saved(self.hidden_bytes_per_token)
 
     @property
@@ -218,9 +215,7 @@ class ModelShape(LayerSizes):
 
     @property
     def weight_bytes_per_token(self) -> float:
-        """Bytes that a layer's weight gradients need: the input and the output gradient of every linear layer, four of residual
-        width.
-        """
+        """Bytes that weight gradients need: input and output gradient of every linear layer, four of residual width."""
         inner = (self.mixer_linear_width + self._mlp_width) * self.bytes_per_value / self.ranks
         return 4 * self.hidden_bytes_per_token + inner + self.routed_bytes_per_token
 
@@ -243,8 +238,7 @@ class ModelShape(LayerSizes):
     def mlp_exchanges(self) -> tuple[Exchange, ...]:
         """Exchanges of the MLP, which reduces the residual stream as the expert of all tokens does, or of the experts.
 
-        A token's copies go to the ranks of their experts and back; where several share an expert, each gathers the copies of
-        all.
+        A token's copies go to their experts' ranks and back; where several share an expert, each gathers the copies of all.
         """
         if self.num_experts is None:
             return (self._reduced,)
@@ -257,9 +251,7 @@ class ModelShape(LayerSizes):
 
     @property
     def exchange_bytes_per_token(self) -> float:
-        """Bytes, per token of a chunk, of HybridEP's buffer for the tokens of all ranks that share experts; other buffers are
-        fixed.
-        """
+        """Bytes per token of a chunk of HybridEP's buffer, for all ranks that share experts; other buffers are fixed."""
         if self.num_experts is None or self.expert_dispatcher != "hybridep":
             return 0.0
         return self.expert_parallel * self.ranks_of_an_expert * self.hidden_size * self.bytes_per_value / self.ranks
@@ -280,7 +272,5 @@ class ModelShape(LayerSizes):
 
     @property
     def neighbours(self) -> int:
-        """Number of neighbouring devices among which a layer is shared: experts over tensor- and context-parallel ranks and
-        replicas.
-        """
+        """Number of neighbouring devices among which a layer is shared, also experts over ranks of several replicas."""
         return max(self.ranks, self.expert_parallel * self.ranks_of_an_expert if self.num_experts else 1)

@@ -30,9 +30,7 @@ def parameters_of(flags: Flags) -> int:
 
 
 def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
-    """List the mixer (``*`` attention, ``G`` gated delta net, ``M`` Mamba) and the MLP (``-`` or ``E`` experts) of layers, or
-    none.
-    """
+    """List of every layer its mixer (``*`` attention, ``G`` delta net, ``M`` Mamba) and MLP (``-``, or ``E`` experts), if any."""
     mixers = mixers_of(flags).replace("+", _ATTENTION)
     if pattern_of(flags):
         return [("", symbol) if symbol in "-E" else (symbol, "") for symbol in mixers]

@@ -172,9 +172,7 @@ class Profile:
         )
 
     def training(self, share: float) -> Profile:
-        """Return the costs if only a share of the parameters train, the same of every part: backwards compute that share of
-        gradients.
-        """
+        """Return the costs if only a share of all parameters train: backwards compute that share of weight gradients."""
         if share == 1.0:
             return self
         on_rank = self.num_layers * self.mean_layer.parameters + self.embedding.parameters + self.head.parameters

@@ -110,9 +110,7 @@ class StateSpaceShape(RecurrentShape):
 
     @property
     def mixer_bytes_per_token(self) -> float:
-        """Bytes kept of the projection, the recurrence's output ahead of the gate and behind it, what enters the last
-        projection.
-        """
+        """Bytes kept of the projection, the output ahead of the gate and behind it, and the last projection's input."""
         values = self.net.projected_width + 3 * self.net.value_width
         return (values * self.bytes_per_value + 4 * self.net.groups) / self.ranks
 

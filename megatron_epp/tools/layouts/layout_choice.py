@@ -199,9 +199,7 @@ class _Search:
         return same, [layout for layout in seeds if layout.placement != self.even.placement]
 
     def _improved(self, start: Layout) -> Layout:
-        """Move layers away from the rank that is busy longest as long as estimates become less, with the start's length of
-        chunks.
-        """
+        """Move layers away from the rank that is busy longest as long as estimates, with the start's chunks, become less."""
         best, best_us, step = start, self.estimates.mean_us(start), WHOLE if start.is_whole else HALF
         if math.isinf(best_us):
             return start

@@ -35,9 +35,7 @@ class LayerWork:
 
     @staticmethod
     def of(problems: Sequence[Problem], costs_of: CostsOf, *, halves: bool) -> LayerWork:
-        """Return the work of batches; both `halves` of a layer count as equal unless the costs know stages that begin inside
-        one.
-        """
+        """Return the work of batches; without `halves` in the costs, both halves of a layer count as equal."""
         parts = (WHOLE, HALF, HALF, WHOLE) if halves else (WHOLE, WHOLE, WHOLE)
         costs = costs_of(Layout(parts, Placement("looped", len(parts), 1)))
         times = np.array([_stages_us(problem, costs) for problem in problems]).T

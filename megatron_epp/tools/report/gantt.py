@@ -158,9 +158,7 @@ def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layo
 
 
 def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -> str:
-    """Draw dashed caps, one for each axis, unless far above the peak, scale the axes to units of `size` bytes; say it in a
-    note.
-    """
+    """Draw dashed caps, one per axis, unless far above the peak, scale axes to units of `size` bytes; return a note."""
     shown = [cap for cap in caps if cap <= _CAP_IN_SIGHT * peak]
     for axis, cap in zip(axes, caps, strict=True):
         if cap in shown:

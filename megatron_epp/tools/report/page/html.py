@@ -20,9 +20,7 @@ _STYLE, _FRAME = "page.css", "page.html"
 
 
 def page(shown: Sequence[Shown]) -> str:
-    """Return plans below each other on one time axis, as HTML. Raises `PlanError` for none, a deadlock, or a run of another
-    plan.
-    """
+    """Return plans below each other on one time axis, as HTML. Raises `PlanError` as `plan_columns` does, and for none."""
     if not shown:
         raise PlanError("there is no plan to draw: no planner found one")
     batches = list(dict.fromkeys(batch_text(each.plan) for each in shown))
