@@ -30,7 +30,7 @@ def parameters_of(flags: Flags) -> int:
 
 
 def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
-    """List of every layer its mixer (``*`` attention, ``G`` delta net, ``M`` Mamba) and MLP (``-``, or ``E`` experts), if any."""
+    """List the mixer (``*`` attention, ``G`` delta net, ``M`` Mamba) and MLP (``-``, or ``E`` experts) of layers, if any."""
     mixers = mixers_of(flags).replace("+", _ATTENTION)
     if pattern_of(flags):
         return [("", symbol) if symbol in "-E" else (symbol, "") for symbol in mixers]
