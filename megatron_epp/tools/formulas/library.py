@@ -50,7 +50,7 @@ class Cluster:
     devices_per_node: int = DEVICES_PER_NODE
 
     def linked(self, devices: int) -> Rates:
-        """Rates with the links between the ranks of a run of so many devices; stages are on different nodes, if there are any."""
+        """Rates with the links between the ranks of a run of so many devices; stages are on different nodes if possible."""
         rates, node = self.rates, self.devices_per_node
         if devices <= node:
             return replace(rates, message_bytes=max(rates.message_bytes, min(rates.exchange_bytes, 1e15)))
