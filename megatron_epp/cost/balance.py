@@ -91,7 +91,6 @@ def advice(
     Also None if ranks have several stages, or there are fewer layers than stages.
 
     Args:
-        costs, lengths: as `spreads` takes them.
         placement: the rank of every stage.
         setting: words that set given layers per stage, for who asked; None names the layers alone.
     """

@@ -174,7 +174,6 @@ class LayerPeak(NamedTuple):
     """Peak memory of a layer while its backward runs, as columns over chunks.
 
     Attributes:
-        num_bytes: total.
         gradient: the part for accumulated gradients of keys and values, which remain allocated.
         prefix: the part for that gradient as attention's backward makes it, see `kv_costs.prefix_bytes`.
     """
@@ -195,7 +194,6 @@ def work_of(
 
     Args:
         lengths: tokens of every sequence of the batch.
-        token_multiple: chunks are padded to a multiple of this.
         trained: trained tokens of every sequence; empty if all tokens are trained.
         spans: of every sequence; empty if there are none.
 

@@ -15,9 +15,10 @@ from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.spans import parted
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import backward_times, recompute_times
+from megatron_epp.planner.evaluate import action_times, recompute_times
 from megatron_epp.planner.fit import step_bytes
-from megatron_epp.planner.kernels.codes import kinds_of
+from megatron_epp.planner.kernels.codes import encode_known, kinds_of
+from megatron_epp.planner.kernels.compiled import numbers
 from megatron_epp.planner.memory.kv_offload_choice import kv_offload_entries
 from megatron_epp.planner.message_room import MessageRoomError
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
@@ -121,7 +122,7 @@ def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
 
 def _messages(tables: Tables, order: Order) -> Messages:
     """Times and sizes of the messages of an order, and times of the transfers of the added operations that it has."""
-    hops, used = tuple(map(tuple, tables.hops)), kinds_of(order)
+    hops, used = tuple(tuple(row.tolist()) for row in tables.hops), kinds_of(order)
     rows = [own for op, own in tables.added.items() if op in used]
     collectives = tuple((op, tuple(times_us)) for own in rows for op, times_us in own.collective_us.items())
     messages = tuple((op, tuple(times_us)) for own in rows for op, times_us in own.message_us.items())
@@ -133,9 +134,10 @@ class _Writer:
 
     def __init__(self, tables: Tables, decisions: Decisions) -> None:
         self.tables, self.decisions, self.offload = tables, decisions, decisions.as_offload
-        backward_us = backward_times(tables, decisions.recompute_steps, decisions.order)
-        self.times_us = {Op.F: tables.forward_us, Op.B: backward_us, Op.W: tables.weight_us}
-        self.times_us |= {op: rows.time_us for op, rows in tables.added.items()}
+        codes = encode_known(decisions.order, tables.num_chunks)
+        self.times_us = numbers(action_times(codes, tables, decisions.recompute_steps))
+        num_items = tables.columns_with(codes.kinds).num_items
+        self.first = {op: kind * num_items for kind, op in enumerate(codes.kinds)}
 
     def steps(self, row: Sequence[Action], takes: Sequence[int], gives: Sequence[int]) -> Iterator[Step]:
         """Yield a step for each action of a rank.
@@ -144,8 +146,8 @@ class _Writer:
             takes, gives: bytes that every action allocates when it starts and frees when it ends (`step_bytes`).
         """
         for action, alloc_bytes, free_bytes in zip(row, takes, gives, strict=True):
-            op, stage, c = action
-            yield Step(action, self.times_us[op][stage][c], alloc_bytes, free_bytes)
+            op, site, c = action
+            yield Step(action, self.times_us[self.first[op] + site * self.tables.num_chunks + c], alloc_bytes, free_bytes)
 
     def shares(self) -> tuple[tuple[float, ...], ...]:
         """Shares of the kept bytes that are offloaded, ``[stage][chunk]``."""

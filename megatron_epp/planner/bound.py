@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_epp.cost.work import TimeColumn
 from megatron_epp.plan import Chunk, Op
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.planner.kernels.table_columns import stacked
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.passes import StagePasses
-from megatron_epp.planner.tables import Tables, Times, subtract_times
+from megatron_epp.planner.tables import Tables
 
 
 def lower_bound_us(
@@ -49,28 +49,29 @@ def lower_bound_us(
         chunks, problem: needed for the recompute that the caps force; without them it is left out.
         options: whether weight gradients are split off and copies allowed.
     """
-    split = options.split_weight and bool(tables.backward_us)
+    passes, trains, split = tables.passes, tables.trains, options.split_weight and tables.trains
     # With split weight gradients, a backward and its weight gradient take no longer than the backward that is not split.
-    backward = subtract_times(tables.backward_us, tables.weight_us) if split else tables.backward_us
-    last_us = tables.weight_us[0] if split else [0.0] * tables.num_chunks
-    arrive = _ways(tables.forward_us, tables.hops, [0.0] * len(last_us))
-    if backward:
-        leave = _ways(backward, tables.hops, last_us)
-        turn = [sum(parts) for parts in zip(tables.forward_us[-1], tables.turn_us, backward[-1], strict=True)]
+    backward_us = {own: own.backward_us - own.weight_us if split else own.backward_us for own in dict.fromkeys(passes)}
+    forward_rows, backward_rows = [own.forward_us for own in passes], [backward_us[own] for own in passes]
+    last_us = passes[0].weight_us if split else np.zeros(tables.num_chunks)
+    arrive = _ways(forward_rows, tables.hops, np.zeros(len(last_us)))
+    if trains:
+        leave = _ways(backward_rows, tables.hops, last_us)
     else:
-        leave = _ways(tables.forward_us[::-1], tables.hops[::-1], last_us)[::-1]
-        turn = [sum(parts) for parts in zip(tables.forward_us[-1], tables.turn_us, strict=True)]
-    ends = arrive[-1].tolist(), turn, leave[-1].tolist() if backward else last_us
-    bound = max(map(sum, zip(*ends, strict=True)))
+        leave = _ways(forward_rows[::-1], tables.hops[::-1], last_us)[::-1]
+    # Numbers of Python's own: `sum` rounds others another way.
+    turn = map(sum, zip(forward_rows[-1].tolist(), tables.turn_us, backward_rows[-1].tolist(), strict=True))
+    bound = max(map(sum, zip(arrive[-1].tolist(), turn, (leave[-1] if trains else last_us).tolist(), strict=True)))
     per_byte = 2 * tables.host_us_per_byte if options.offload else np.inf
-    forced = _Forced(tables, chunks, options.offload) if problem is not None and backward else None
+    forced = _Forced(tables, chunks, options.offload) if problem is not None and trains else None
     first_us, left_us = (ways_us.min(axis=1).tolist() for ways_us in (arrive, leave))
+    sums_us = {own: [sum(row.tolist()) for row in (own.forward_us, backward_us[own], own.weight_us)] for own in backward_us}
     shards = tables.added.get(Op.S)
     for rank, stages in enumerate(tables.stages_of):
         start_us, end_us = (min(by_stage_us[stage] for stage in stages) for by_stage_us in (first_us, left_us))
-        busy_us = tables.busy_us(rank, backward)
-        late_us = sum(sum(tables.weight_us[stage]) for stage in stages) if split else 0.0
-        if shards is not None and backward:
+        forward, backward, weight = zip(*(sums_us[passes[stage]] for stage in stages), strict=True)
+        busy_us, late_us = sum((*forward, *backward)), sum(weight) if split else 0.0
+        if shards is not None and trains:
             busy_us += sum(shards.time_us[rank])
             late_us += sum(tables.added[Op.T].time_us[rank])
         elif shards is not None:
@@ -94,9 +95,9 @@ class _Forced:
         before = slice_neighbours(chunks).previous
         self.is_one = [all(before[c] == c - 1 for c in group[1:]) for group in self.groups]
         self.starts = np.array([group.start for group in self.groups])
-        self.kept_bytes = stacked(tables.activation, np.int64)
-        if not copies:
-            self.kept_bytes = self.kept_bytes + stacked(tables.forward_alloc, np.int64) - stacked(tables.forward_free, np.int64)
+        self.kept_bytes = np.array(
+            [own.activation + (0 if copies else own.forward_alloc - own.forward_free) for own in tables.passes]
+        )
         self._offers: dict[StagePasses, NDArray[np.float64]] = {}
 
     def pieces(self, rank: int, cap: int) -> list[tuple[float, float]]:
@@ -127,12 +128,8 @@ class _Forced:
     def _of(self, passes: StagePasses) -> NDArray[np.float64]:
         """Return time per byte and bytes that each step of recompute saves, ``[both][step][chunk]``."""
         if passes not in self._offers:
-            shape = len(passes.frontier), self.tables.num_chunks
-            rows = [
-                (step.layer_us / np.maximum(most, 1), np.maximum(saved, 0))
-                for step, (saved, most) in zip(passes.frontier, passes.savings, strict=True)
-            ]
-            self._offers[passes] = np.array([np.reshape([row[at] for row in rows], shape) for at in (0, 1)], dtype=np.float64)
+            saved, most = passes.savings
+            self._offers[passes] = np.array([passes.frontier.layer_us / np.maximum(most, 1), np.maximum(saved, 0)])
         return self._offers[passes]
 
 
@@ -158,17 +155,15 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
     return total_us
 
 
-def _ways(times: Times, hops: Times, first: list[float]) -> NDArray[np.float64]:
+def _ways(rows: Sequence[TimeColumn], hops: Sequence[TimeColumn], first: TimeColumn) -> NDArray[np.float64]:
     """Sum, for every stage and chunk, `first`, the times of all earlier stages, and the times of the messages between.
 
     Args:
-        times: of forwards or backwards in microseconds, ``[stage][chunk]``.
-        hops: of the messages behind each stage but the last, in microseconds, ``[stage][chunk]``.
-        first: what is added at the first stage, in microseconds, by chunk.
+        rows: times of the passes of each stage.
+        hops: of the messages behind each stage but the last.
     """
-    rows = stacked(times, np.float64)
-    ways = np.empty_like(rows)
+    ways = np.empty((len(rows), len(first)))
     ways[0] = first
-    for stage, hop_us in enumerate(stacked(hops, np.float64)):
+    for stage, hop_us in enumerate(hops):
         ways[stage + 1] = ways[stage] + rows[stage] + hop_us
     return ways

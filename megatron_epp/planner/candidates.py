@@ -37,7 +37,6 @@ class Candidate:
     """Decisions that follow from a recipe.
 
     Attributes:
-        recipe: the recipe.
         table: its chunks, of all replicas.
         missing_bytes: that a rank lacks; 0 where the candidate fits.
         makespan_us: of the slowest replica; infinite where it does not fit.
@@ -79,7 +78,6 @@ class Candidates:
     Attributes:
         chunk_tables: makes the chunks of a recipe.
         values: of every setting.
-        by_recipe: candidates made so far.
         came_from: of recipes that walks came by, the one before, and a word for the step if it is none of a walk (`why`).
         fastest_us: makespan of the fastest candidate that fits.
         least_cap_bytes: smallest cap that would have let one fit; 0 where memory was never the obstacle.
@@ -313,7 +311,6 @@ class Candidates:
 
         Args:
             candidate: of the table, which the plan was written from.
-            needed: bytes of every rank.
 
         Returns:
             the best of all.

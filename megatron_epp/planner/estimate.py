@@ -10,7 +10,7 @@ from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner import plan, uncollected
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidates
-from megatron_epp.planner.evaluate import backward_times
+from megatron_epp.planner.evaluate import recompute_times
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.replicas import Replicas
@@ -64,8 +64,10 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
         candidates = _few(problem, costs, options, grains)
         best = candidates.best()
         tables = candidates.tables_and_bound(best.table)[0][0]
-        backward_us = backward_times(tables, best.whole_backwards[0].recompute_steps)
-        busy_us = [tables.busy_us(rank, backward_us) for rank in range(problem.num_ranks)]
+        again_us = recompute_times(tables, best.whole_backwards[0].recompute_steps)
+        forward = [sum(own.forward_us.tolist()) for own in tables.passes]
+        backward = [sum((own.backward_us + row).tolist()) for own, row in zip(tables.passes, again_us, strict=True)]
+        busy_us = [sum(times[stage] for times in (forward, backward) for stage in stages) for stages in tables.stages_of]
         grain = int(best.recipe.grain) if options.slices is None and best.recipe.grain != WHOLE else None
         return Estimate(best.makespan_us, grain, tuple(busy_us))
 

@@ -13,7 +13,7 @@ from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.planner.kernels import timing
 from megatron_epp.planner.kernels.codes import Codes, code_of, decode, encode_known
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers, numbers
-from megatron_epp.planner.kernels.table_columns import Columns
+from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 
@@ -42,25 +42,20 @@ class Played:
         return max((row[-1] for row in self.end_us if row), default=0.0)
 
 
-def backward_times(tables: Tables, recompute_steps: RecomputeSteps, order: Order = ()) -> Times:
-    """Backward times with recompute, ``[stage][chunk]``; no rows in a forward-only plan.
-
-    Args:
-        order: where it has a weight gradient as an action of its own, the backward does not count it.
-    """
-    if not tables.backward_us:
-        return []
-    again_us = recompute_times(tables, recompute_steps)
-    times = [[base + more for base, more in zip(*rows, strict=True)] for rows in zip(tables.backward_us, again_us, strict=True)]
-    for stage, c in split_off(order):
-        times[stage][c] -= tables.saved_by_split_us[stage][c]
-    return times
+def action_times(codes: Codes, tables: Tables, recompute_steps: RecomputeSteps) -> FloatList:
+    """Time of every node (`PassTable`): of backwards with recompute, and without weight gradients that the order splits off."""
+    columns = tables.columns_with(codes.kinds)
+    split, durations_us = integer_zeros(columns.num_items), floats(columns.action_us)
+    if tables.trains:
+        timing.mark_split(codes.actions, split)
+        timing.durations(columns, integers(chain.from_iterable(recompute_steps)), split, durations_us)
+    return durations_us
 
 
 def recompute_times(tables: Tables, recompute_steps: RecomputeSteps) -> tuple[tuple[float, ...], ...]:
-    """Compute the part of each backward that is recompute, in microseconds, ``[stage][chunk]``."""
-    chunks = np.arange(tables.num_chunks)
-    return tuple(tuple(tables.ways(stage).again_us[chunks, row].tolist()) for stage, row in enumerate(recompute_steps))
+    """Compute the part of each backward that is recompute, ``[stage][chunk]``."""
+    chunks, rows = np.arange(tables.num_chunks), zip(tables.passes, recompute_steps, strict=True)
+    return tuple(tuple(passes.ways.again_us[chunks, row].tolist()) for passes, row in rows)
 
 
 def split_off(order: Order) -> set[tuple[int, int]]:
@@ -75,18 +70,13 @@ def moved_of(kept_bytes: int, layer_input: int, share: float) -> int:
     Splitting one tensor takes room that another has made by leaving whole (see `runtime.offload.activations.choose`).
 
     Args:
-        kept_bytes: bytes that the chunk keeps from forward to backward.
-        layer_input: bytes of the input of one layer.
         share: share of the kept bytes; nothing moves where it is zero.
     """
     return max(int(kept_bytes * share), min(kept_bytes, layer_input)) if share > 0.0 else 0
 
 
 def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies = ()) -> float:
-    """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks.
-
-    Arguments as in `play`.
-    """
+    """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks."""
     return _play(order, tables, recompute_steps, copies)[0]
 
 
@@ -97,7 +87,6 @@ def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, 
     all they ask for; `check` has the last word on that.
 
     Args:
-        recompute_steps: recompute steps ``[stage][chunk]``.
         copies: offloads and loads of every rank, in order.
 
     Raises:
@@ -112,7 +101,7 @@ def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, 
     )
 
 
-def room_for(codes: Codes, columns: Columns) -> timing.Room:
+def room_for(codes: Codes, columns: PassTable) -> timing.Room:
     """Storage for the times of an order."""
     actions, ranks = len(codes.actions), codes.num_ranks
     times = [float_zeros(count) for count in (actions, actions, ranks, len(columns.need_starts) - 1)]
@@ -155,11 +144,7 @@ def _play(
 ) -> tuple[float, Codes, timing.Room, timing.CopyColumns]:
     chunks = tables.num_chunks
     codes = order if isinstance(order, Codes) else encode_known(order, chunks)
-    columns = tables.columns_with(codes.kinds)
-    split, durations_us = integer_zeros(columns.num_items), floats(columns.action_us)
-    if tables.backward_us:
-        timing.mark_split(codes.actions, split)
-        timing.durations(columns, integers(chain.from_iterable(recompute_steps)), split, durations_us)
+    columns, durations_us = tables.columns_with(codes.kinds), action_times(codes, tables, recompute_steps)
     room, moved = room_for(codes, columns), copy_columns(copies, chunks, columns.num_items, tables.host_links, codes)
     took_us = timing.play(codes.actions, codes.starts, columns, durations_us, moved, room)
     if took_us == timing.STUCK:

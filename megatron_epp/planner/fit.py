@@ -20,7 +20,7 @@ from megatron_epp.planner.kernels import live_bytes as inner
 from megatron_epp.planner.kernels.codes import KIND_BITS, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import IntegerList, integer_zeros, integers, numbers
 from megatron_epp.planner.kernels.live_bytes import fit, fit_rank, peak
-from megatron_epp.planner.kernels.table_columns import Columns
+from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.kernels.timing import mark_split
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
@@ -46,7 +46,6 @@ class RecomputeFit:
         """Judge a recompute by the peak bytes of every rank with it.
 
         Args:
-            recompute_steps: recompute steps ``[stage][chunk]``.
             peaks: most bytes of every rank.
             caps: bytes that every rank may hold.
         """
@@ -66,14 +65,13 @@ def fit_recompute(
     When recompute of everything meets the caps, they are met (`least_peaks`).
 
     Args:
-        caps: bytes of every rank.
         options: recompute that the user fixed, if any.
         by_stay: prefer chunks that stay long (`fit_rank`).
     """
     codes, columns = _coded(order, tables)
     items = columns.num_stages * columns.num_chunks
-    if options.recompute != "auto" or not tables.backward_us:
-        fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
+    if options.recompute != "auto" or not tables.trains:
+        fixed = options.recompute if options.recompute != "auto" and tables.trains else 0
         recompute_steps = uniform_steps(tables, fixed)
         return RecomputeFit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
     column, leaves, allowed = integer_zeros(items), integer_zeros(items), caps_at(codes, caps)
@@ -92,7 +90,6 @@ def fit_lockstep(
 
     Args:
         tables: of every replica; their times are the same (`replicas.slowest_times`).
-        by_stay: as `fit_recompute` takes it.
     """
     fits = [fit_recompute(codes, own, allowed, options, by_stay) for own, allowed in zip(tables, caps, strict=True)]
     if len(fits) == 1:
@@ -133,7 +130,6 @@ def fit_with_copies(
     """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away.
 
     Args:
-        caps: bytes, by position among the rank's actions.
         limit: most recompute steps of each stage and chunk.
 
     Returns:
@@ -157,11 +153,7 @@ def caps_at(codes: Codes, caps: Sequence[int]) -> IntegerList:
 
 
 def peaks_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[int]:
-    """Most bytes live at one time on every rank.
-
-    Args:
-        recompute_steps: recompute steps ``[stage][chunk]``.
-    """
+    """Most bytes live at one time on every rank."""
     return _peaks(order, tables, integers(chain.from_iterable(recompute_steps)))
 
 
@@ -181,7 +173,6 @@ def step_bytes(
 
     Args:
         order: the actions of every rank; no codes with `sharing`.
-        recompute_steps: recompute ``[stage][chunk]``.
         sharing: change of the bytes of a rank; None if every action holds its own.
     """
     codes, columns = _coded(order, tables)
@@ -200,12 +191,7 @@ def step_bytes(
 def held_bytes(
     order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, sharing: Sharing | None = None
 ) -> list[NDArray[np.int64]]:
-    """Bytes live while each action runs, ``[rank][position]``.
-
-    Args:
-        order, sharing: as `step_bytes` takes them.
-        recompute_steps: recompute steps ``[stage][chunk]``.
-    """
+    """Bytes live while each action runs, ``[rank][position]``."""
     rows = zip(tables.static, *step_bytes(order, tables, recompute_steps, sharing), strict=True)
     return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
 
@@ -225,7 +211,7 @@ def by_stage(column: IntegerList, num_chunks: int) -> RecomputeSteps:
     return [entries[at : at + num_chunks] for at in range(0, len(entries), num_chunks)]
 
 
-def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, Columns]:
+def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, PassTable]:
     codes = order if isinstance(order, Codes) else encode_known(order, tables.num_chunks)
     return codes, tables.columns_with(codes.kinds)
 

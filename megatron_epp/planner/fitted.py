@@ -104,7 +104,6 @@ def _fit(decisions: Decisions, whole: Order, tables: Tables, caps: Sequence[int]
     Args:
         decisions: the order, with weight gradients of their own or actions that share bytes.
         whole: the order without weight gradients.
-        caps: bytes of the ranks.
     """
     order, sharing = decisions.order, decisions.sharing
     if not split_off(order) and sharing is None:
@@ -135,9 +134,6 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
 
     Whole backwards are held to the caps first, and to lower ones that relieve a rank of as much as the order is above its cap.
 
-    Args:
-        order, whole, tables: as `_fit` takes them.
-
     Returns:
         The faster of both; what lacks room in host memory only if none has any.
     """
@@ -154,7 +150,6 @@ def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, 
 
     Args:
         aims: bytes of the ranks to begin with.
-        order, whole, tables, problem: as `_copied` takes them.
     """
     room = [[problem.host_cap_bytes] * problem.num_ranks]
     for _ in range(ROUNDS):

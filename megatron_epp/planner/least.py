@@ -132,11 +132,7 @@ def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | 
 
 
 def _refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -> InfeasibleError:
-    """Return the error that names the smallest cap of all tables, to less than half a percent.
-
-    Args:
-        floors: tables, and bytes that they need at least.
-    """
+    """Return the error that names the smallest cap of all tables, to less than half a percent."""
     replicas, needs, least = Replicas((problem,), costs, options), Floors(), 0
     for floor, table in sorted(floors, key=itemgetter(0)):
         if not needs or floor < min(needs, key=itemgetter(0))[0] * _MESSAGES_RATIO:
@@ -185,22 +181,23 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
     sizes = tabulate([*chain.from_iterable(runs)], problem, costs, work=work)
     away = sizes
     if options.offload:
-        streamed = replace(work, cache_tokens=0 * work.cache_tokens)
-        away = tabulate([*chain.from_iterable(runs)], problem, costs, work=streamed)
+        without = replace(work, cache_tokens=0 * work.cache_tokens)
+        away = tabulate([*chain.from_iterable(runs)], problem, costs, work=without)
     starts = [*accumulate(map(len, runs), initial=0)]
     ends = np.array(starts[1:]) - 1
     rooms = [message_room(problem, sizes.message_bytes[begin:stop]) for begin, stop in pairwise(starts)]
     lacking = np.zeros((problem.num_ranks, len(tables)), dtype=np.int64)
     needed = 0 * lacking
     for rank, stages in enumerate(sizes.stages_of):
-        every = [sizes.ways(stage) for stage in stages]
-        alive = sum(ways.kept_bytes[:, -1] + sizes.forward_alloc[stage] for stage, ways in zip(stages, every, strict=True))
-        passing = np.max([np.minimum(sizes.passing[stage], away.passing[stage]) for stage in stages], axis=0)
+        every = [sizes.passes[stage] for stage in stages]
+        streamed = [away.passes[stage] for stage in stages]
+        alive = sum(own.ways.kept_bytes[:, -1] + own.forward_alloc for own in every)
+        passing = np.max([np.minimum(own.passing, other.passing) for own, other in zip(every, streamed, strict=True)], axis=0)
         if options.offload:
-            alone = [np.minimum(sizes.ways(stage).whole, away.ways(stage).whole).min(axis=1) for stage in stages]
+            alone = [np.minimum(a.ways.whole, b.ways.whole).min(axis=1) for a, b in zip(every, streamed, strict=True)]
             needed[rank] = np.maximum.reduceat(np.max(alone, axis=0), starts[:-1])
         else:
-            first_backward = every[-1].whole.min(axis=1) - every[-1].kept_bytes[:, -1]
+            first_backward = every[-1].ways.whole.min(axis=1) - every[-1].ways.kept_bytes[:, -1]
             needed[rank] = np.add.reduceat(alive, starts[:-1]) + first_backward[ends]
         needed[rank] += np.maximum.reduceat(passing, starts[:-1]) + [room[rank] for room in rooms]
         needed[rank] += sum(map(costs.static_bytes, stages))

@@ -69,9 +69,6 @@ def with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
 def planned_with_room[T](problem: Problem, costs: Costs, options: Options, make: Callable[[Problem], T]) -> T:
     """Plan with room for messages, and where nothing fits, name a cap under which there is a plan.
 
-    Args:
-        problem, make: as `with_room` takes them.
-
     Raises:
         InfeasibleError: nothing fits; the cap that it names has room for the messages of a plan.
     """

@@ -62,9 +62,6 @@ def refuse_mistakes(decisions: Decisions, problem: Problem, costs: Costs, planne
 def whole_layers(decisions: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> RecomputeSteps:
     """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
 
-    Args:
-        decisions, problem, costs, planner: as `refuse_mistakes` takes them.
-
     Raises:
         PlanError: the shape, type or range of the recompute is wrong; the message is the report.
     """
@@ -93,7 +90,6 @@ def refuse_table(decisions: Decisions, problem: Problem, costs: Costs, planner: 
 
     Args:
         decisions: of which the chunks alone are known.
-        problem, costs, planner: as `refuse_mistakes` takes them.
     """
     with _of_types(planner):
         _refuse_types(decisions, planner)

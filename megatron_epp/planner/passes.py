@@ -8,9 +8,8 @@ the second, so a single number says what all of them do: steps taken, of which e
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,30 +25,28 @@ ABSENT = -1
 _NAMES = tuple(MODES)
 
 
-@dataclass(frozen=True, slots=True)
-class FrontierStep:
-    """One step of every chunk's recompute frontier, as columns over the chunks.
+class Frontier(NamedTuple):
+    """Steps of the recompute frontiers of chunks, ``[step, chunk]``.
 
     Attributes:
-        mode: position in `MODES` of the mode it leads to; `ABSENT` where the frontier is shorter.
-        saved: bytes that a layer saves by this step.
-        layer_us: microseconds that it adds to the backward.
+        mode: position in `MODES` of the mode that a step leads to; `ABSENT` where the frontier is shorter.
+        saved: bytes that a layer saves by the step; of unlike layers their mean.
+        layer_us: time that it adds to the layer's backward.
         fuller: growth of the layer's peak bytes while its backward runs; below zero where the peak shrinks.
     """
 
-    mode: IntColumn
-    saved: IntColumn
-    layer_us: TimeColumn
-    fuller: IntColumn
-
-    def part(self, chunks: slice) -> FrontierStep:
-        """Return the step of some of the chunks."""
-        return FrontierStep(self.mode[chunks], self.saved[chunks], self.layer_us[chunks], self.fuller[chunks])
+    mode: Numbers
+    saved: Numbers
+    layer_us: Numbers
+    fuller: Numbers
 
 
-def recompute_frontier(
-    stage: int, work: ChunkWork, costs: Costs, modes: Sequence[str], in_order: bool = False
-) -> list[FrontierStep]:
+def no_frontier(num_chunks: int) -> Frontier:
+    none = np.zeros((1, num_chunks), dtype=np.int64)
+    return Frontier(none + ABSENT, none, np.zeros((1, num_chunks)), none)
+
+
+def recompute_frontier(stage: int, work: ChunkWork, costs: Costs, modes: Sequence[str], in_order: bool = False) -> Frontier:
     """Compute the recompute frontier of every chunk on one stage: after each mode, the one of least price per byte saved.
 
     With one mode there is one step, whatever it costs. On a stage without layers no step saves anything. Of unlike layers each
@@ -59,25 +56,24 @@ def recompute_frontier(
     Args:
         in_order: the modes one after the other as given, the same for all chunks; each must save more than the one before.
     """
+    if not modes:
+        return no_frontier(len(work.tokens))
     layers, counted = costs.num_layers[stage], len(costs.stages[stage].unlike) or 1
     plain = costs.activation_bytes(stage, work, NO_RECOMPUTE)
     plain_peak = costs.layer_peak_bytes(stage, work).num_bytes
-    saved, took_us, fuller = [], [], []
+    rows = []
     for name in modes:
         gives = (plain - costs.activation_bytes(stage, work, Recompute(**{name: counted}))) // counted
-        saved.append(np.maximum(np.minimum(gives, plain // layers), 0) if layers else 0 * plain)
-        took_us.append(costs.recompute_us(stage, work, Recompute(**{name: 1})))
-        fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain_peak)
+        saved = np.maximum(np.minimum(gives, plain // layers), 0) if layers else 0 * plain
+        again_us = costs.recompute_us(stage, work, Recompute(**{name: 1}))
+        rows.append((saved, again_us, costs.layer_peak_bytes(stage, work, name).num_bytes - plain_peak))
+    all_saved, all_us, all_fuller = sizes = [np.array(each) for each in zip(*rows, strict=True)]
     mode_indices = np.array([_NAMES.index(name) for name in modes])
     if len(modes) == 1 or in_order:
-        columns = (np.diff(rows, axis=0, prepend=0 * rows[0][None]) for rows in (saved, took_us, fuller))
-        return [
-            FrontierStep(np.full(len(plain), mode_index), *frontier_step)
-            for mode_index, *frontier_step in zip(mode_indices, *columns, strict=True)
-        ]
+        changes = (np.diff(each, axis=0, prepend=0 * each[:1]) for each in sizes)
+        return Frontier(np.repeat(mode_indices[:, None], len(plain), axis=1), *changes)
     at_saved, at_us, at_fuller, at_mode = 0 * plain, np.zeros(len(plain)), 0 * plain, len(_NAMES) + 0 * plain
-    all_saved, all_us, all_fuller, chunks = np.array(saved), np.array(took_us), np.array(fuller), np.arange(len(plain))
-    frontier = []
+    chunks, steps = np.arange(len(plain)), []
     for _ in modes:
         more, longer_us = all_saved - at_saved, all_us - at_us
         usable = (more > 0) & ((mode_indices[:, None] < at_mode) | (counted == 1))
@@ -86,12 +82,13 @@ def recompute_frontier(
         there = np.isfinite(price[chosen, chunks])
         if not there.any():
             break
-        changes = (more, longer_us, all_fuller - at_fuller)
-        step, step_us, step_fuller = (np.where(there, rows[chosen, chunks], 0) for rows in changes)
-        frontier.append(FrontierStep(np.where(there, mode_indices[chosen], ABSENT), step, step_us, step_fuller))
+        step, step_us, step_fuller = (
+            np.where(there, each[chosen, chunks], 0) for each in (more, longer_us, all_fuller - at_fuller)
+        )
+        steps.append((np.where(there, mode_indices[chosen], ABSENT), step, step_us, step_fuller))
         at_saved, at_us, at_fuller = at_saved + step, at_us + step_us, at_fuller + step_fuller
         at_mode = np.where(there, mode_indices[chosen], at_mode)
-    return frontier or [FrontierStep(np.full(len(plain), ABSENT), at_saved, at_us, at_fuller)]
+    return Frontier(*map(np.array, zip(*steps, strict=True))) if steps else no_frontier(len(plain))
 
 
 @functools.lru_cache(1 << 14)  # plans have few different ones
@@ -109,11 +106,6 @@ def recompute_of(modes: tuple[int, ...], num_layers: int, num_steps: int) -> Rec
         if complete:
             counts[_NAMES[modes[complete - 1]]] += num_layers - rest
     return Recompute(**counts)
-
-
-def num_steps_of(recompute: Recompute, modes: Sequence[int]) -> int:
-    """Return the number of recompute steps: the inverse of `recompute_of`."""
-    return sum(count * (modes.index(_NAMES.index(name)) + 1) for name, count in recompute.by_mode())
 
 
 class BackwardBytes[Bytes](NamedTuple):
@@ -247,12 +239,12 @@ class Ways(NamedTuple):
     price: Numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StagePasses:
-    """Times in microseconds and bytes of the passes of a kind of stage, as columns ``[chunk]``.
+    """Times in microseconds and bytes of the passes of a kind of stage, as columns ``[chunk]``. Equal stages share one.
 
     Attributes:
-        num_layers: of the stage.
+        trains: there are backwards; without, all that is theirs is zero.
         forward_us, backward_us: of a pass without recompute.
         weight_us: of the weight gradient, a part of the backward.
         saved_by_split_us: by which the backward is shorter if its weight gradient is split off.
@@ -265,12 +257,14 @@ class StagePasses:
             opened or closed.
         passing: bytes held only while a pass runs, which static bytes include.
         weight_bytes: that a backward keeps for a split weight gradient.
-        frontier: recompute, step after step; of unlike layers in their mean.
-        backward: computes the bytes of backwards, whose weight gradients are split off or not.
-        unlike: as `backward`, computes the sizes of unlike layers after each step of the frontier, none of them first,
-            ``[step, layer, chunk]``; None where layers are alike.
+        streamed_bytes: that a backward holds of keys and values that stream from and to the host.
+        frontier: recompute, step after step.
     """
 
+    stage: int
+    work: ChunkWork
+    costs: Costs
+    trains: bool
     num_layers: int
     forward_us: TimeColumn
     backward_us: TimeColumn
@@ -284,28 +278,27 @@ class StagePasses:
     backward_residual: IntColumn
     passing: IntColumn
     weight_bytes: IntColumn
-    frontier: tuple[FrontierStep, ...]
-    backward: Callable[[bool], BackwardBytes[Numbers]]
-    unlike: Callable[[bool], LayerGroup] | None = None
+    streamed_bytes: IntColumn
+    frontier: Frontier
 
     @property
     def most(self) -> IntColumn:
         """Most recompute steps of every chunk."""
-        heights = sum((step.mode != ABSENT for step in self.frontier), np.zeros(len(self.activation), dtype=np.int64))
-        return np.asarray(self.num_layers * heights, dtype=np.int64)
+        return np.asarray(self.num_layers * (self.frontier.mode != ABSENT).sum(axis=0), dtype=np.int64)
 
     @property
-    def savings(self) -> list[tuple[IntColumn, IntColumn]]:
-        """Bytes that all layers save together by each step of the frontier, and the most that one of them saves."""
-        if self.unlike is None:
-            return [(self.num_layers * step.saved, step.saved) for step in self.frontier]
-        saved = -np.diff(self.unlike(False).activations, axis=0)
-        return list(zip(saved.sum(axis=1), saved.max(axis=1), strict=True))
+    def savings(self) -> tuple[Numbers, Numbers]:
+        """Bytes that all layers save together by each step of the frontier, and the most that one saves, ``[step, chunk]``."""
+        if not self._is_unlike:
+            return self.num_layers * self.frontier.saved, self.frontier.saved
+        saved = -np.diff(self._unlike(split=False).activations, axis=0)
+        return saved.sum(axis=1), saved.max(axis=1)
 
+    @functools.cached_property
     def ways(self) -> Ways:
-        """Tabulate all ways. All layers take the first step of the frontier before any takes the second."""
-        layers, most = self.num_layers, len(self.frontier)
-        saved, fuller, layer_us = (self._steps(name) for name in ("saved", "fuller", "layer_us"))
+        """All layers take the first step of the frontier before any takes the second."""
+        layers, most = self.num_layers, len(self.frontier.mode)
+        _, saved, layer_us, fuller = (np.vstack([rows, np.zeros_like(rows[:1])]) for rows in self.frontier)
         full, rest = np.divmod(np.arange(layers * most + 1)[:, None], max(1, layers))
         full, following = full[:, 0], np.minimum(full[:, 0] + 1, most)
         less, more = (np.cumsum(rows, axis=0) - rows for rows in (saved, fuller))  # of a layer, after so many steps
@@ -319,13 +312,16 @@ class StagePasses:
             peaks = moments(sizes._replace(first_mlp=sizes.first_mlp * keeps_mlp), groups if layers else ())
             return np.asarray(np.maximum.reduce([*np.broadcast_arrays(*peaks)]))
 
-        if self.unlike is None:
+        if not self._is_unlike:
             kept_bytes = self.activation - _taken(saved, layers, full, rest)
-            whole_bytes, split_bytes = most_bytes(self.backward(False), more), most_bytes(self.backward(True), 0 * more)
+            whole_bytes, split_bytes = most_bytes(self.backward(), more), most_bytes(self.backward(split=True), 0 * more)
         else:
-            whole, split = self.unlike(False), self.unlike(True)
+            whole, split = self._unlike(split=False), self._unlike(split=True)
             kept_bytes = self.activation - _saved_by_unlike(whole)
-            whole_bytes, split_bytes = _most_of_unlike(self.backward(False), whole), _most_of_unlike(self.backward(True), split)
+            whole_bytes, split_bytes = (
+                _most_of_unlike(self.backward(), whole),
+                _most_of_unlike(self.backward(split=True), split),
+            )
         price = np.divide(layer_us, saved, out=np.full(saved.shape, np.inf), where=saved != 0)[full]
         return Ways(
             kept_bytes=kept_bytes.T,
@@ -335,32 +331,34 @@ class StagePasses:
             price=price.T,
         )
 
-    def _steps(self, name: str) -> Numbers:
-        """A column of every step of the frontier, ``[step, chunk]``, and zeros behind the last."""
-        return np.array([*(getattr(step, name) for step in self.frontier), 0 * self.activation])
+    def backward(self, *, split: bool = False) -> BackwardBytes[Numbers]:
+        """Bytes of backwards, whose weight gradients are split off or not; zeros where there are none."""
+        if not self.trains:
+            return BackwardBytes(*[0 * self.activation] * len(BackwardBytes._fields))
+        by_name = backward_items(self.stage, self.work, self.costs, split=split)
+        sizes = BackwardBytes(*(np.asarray(sum(own.values())) for own in by_name))
+        return sizes._replace(constant=sizes.constant + self.streamed_bytes)
 
+    @property
+    def _is_unlike(self) -> bool:
+        return self.trains and bool(self.costs.stages[self.stage].unlike)
 
-def _backward(stage: int, work: ChunkWork, costs: Costs, split: bool) -> BackwardBytes[Numbers]:
-    """Bytes of backwards in all. Arguments as in `backward_items`."""
-    return BackwardBytes(*(np.asarray(sum(items.values())) for items in backward_items(stage, work, costs, split=split)))
-
-
-def _unlike(stage: int, work: ChunkWork, costs: Costs, frontier: Sequence[FrontierStep], split: bool) -> LayerGroup:
-    """Sizes of a stage's layers one by one (`StagePasses.unlike`). Arguments as in `backward_items`."""
-    layers, none = costs.stages[stage].unlike, np.zeros(len(work.tokens), dtype=np.int64)
-    taken = np.array([none + ABSENT, *(step.mode for step in frontier)])
-    taken = np.where(taken == ABSENT, len(_NAMES), taken)
-    taken = np.minimum.accumulate(taken, axis=0)  # modes come in the order of `MODES`, the last one first
-    sizes = np.zeros((3, len(taken), len(layers), len(none)), dtype=np.int64)
-    for kind in dict.fromkeys(layers):
-        equal = [number for number, layer in enumerate(layers) if layer == kind]
-        for at in np.unique(taken).tolist():
-            mode = _NAMES[at] if at < len(_NAMES) else ""
-            bytes_of = backward_items(stage, work, costs, mode, equal[0], split=split)
-            own = [sum(items.values()) for items in (bytes_of.activations, bytes_of.peak, bytes_of.gone)]
-            sizes[:, :, equal] = np.where((taken == at)[None, :, None], np.array(own)[:, None, None], sizes[:, :, equal])
-    activations, peak, gone = sizes
-    return LayerGroup(1, np.minimum.accumulate(activations, axis=0), peak, gone)
+    def _unlike(self, *, split: bool) -> LayerGroup:
+        """Sizes of unlike layers one by one after each step of the frontier, none of them first, ``[step, layer, chunk]``."""
+        layers, none = self.costs.stages[self.stage].unlike, 0 * self.activation
+        taken = np.vstack([none + ABSENT, self.frontier.mode])
+        taken = np.where(taken == ABSENT, len(_NAMES), taken)
+        taken = np.minimum.accumulate(taken, axis=0)  # modes come in the order of `MODES`, the last one first
+        sizes = np.zeros((3, len(taken), len(layers), len(none)), dtype=np.int64)
+        for kind in dict.fromkeys(layers):
+            equal = [number for number, layer in enumerate(layers) if layer == kind]
+            for at in np.unique(taken).tolist():
+                mode = _NAMES[at] if at < len(_NAMES) else ""
+                bytes_of = backward_items(self.stage, self.work, self.costs, mode, equal[0], split=split)
+                own = [sum(items.values()) for items in (bytes_of.activations, bytes_of.peak, bytes_of.gone)]
+                sizes[:, :, equal] = np.where((taken == at)[None, :, None], np.array(own)[:, None, None], sizes[:, :, equal])
+        activations, peak, gone = sizes
+        return LayerGroup(1, np.minimum.accumulate(activations, axis=0), peak, gone)
 
 
 def _saved_by_unlike(layers: LayerGroup) -> Numbers:
@@ -386,10 +384,6 @@ def _most_of_unlike(sizes: BackwardBytes[Numbers], layers: LayerGroup) -> Number
     return np.asarray(most.reshape(-1, rise.shape[2])[: num_steps + 1])
 
 
-def _no_backward(none: IntColumn, split: bool) -> BackwardBytes[Numbers]:
-    return BackwardBytes(*[none] * len(BackwardBytes._fields))
-
-
 def _taken(values: Numbers, layers: int, full: Numbers, rest: Numbers) -> Numbers:
     """Add up a column of the frontier's steps, ``[number of recompute steps, chunk]``.
 
@@ -402,12 +396,6 @@ def _taken(values: Numbers, layers: int, full: Numbers, rest: Numbers) -> Number
     return np.asarray(np.vstack([0 * values[:1], before])[full] + rest * values[full])
 
 
-def padded(frontier: Sequence[FrontierStep], count: int, num_chunks: int) -> tuple[FrontierStep, ...]:
-    """Return the steps, and `ABSENT` ones up to a number of steps."""
-    none = np.zeros(num_chunks, dtype=np.int64)
-    return (*frontier, *[FrontierStep(none + ABSENT, none, np.zeros(num_chunks), none)] * (count - len(frontier)))
-
-
 def passes_of(
     stage: int, work: ChunkWork, costs: Costs, modes: Sequence[str], in_order: bool = False, forward_only: bool = False
 ) -> StagePasses:
@@ -416,13 +404,14 @@ def passes_of(
     A sliced sequence's keys and values are allocated by the forward of its first slice, their gradient by the backward of its
     last; both are freed when the backward of the first slice ends. Without backward, the forward of the last slice frees
     the keys and values, and of everything else a forward holds only what it needs while it runs.
-
-    Args:
-        modes, in_order: as `recompute_frontier` takes them.
     """
     none, no_time = np.zeros(len(work.tokens), dtype=np.int64), np.zeros(len(work.tokens))
-    (opened, goes), closed = costs.opened_bytes(stage, work), costs.cache_bytes(stage, work) * work.last
+    opened, goes = costs.opened_bytes(stage, work)
     passes = StagePasses(
+        stage=stage,
+        work=work,
+        costs=costs,
+        trains=not forward_only,
         num_layers=costs.num_layers[stage],
         forward_us=costs.forward_us(stage, work),
         backward_us=no_time,
@@ -436,13 +425,13 @@ def passes_of(
         backward_residual=none,
         passing=sum(costs.pass_items(stage, work).values(), none),
         weight_bytes=none,
-        frontier=padded((), 1, len(none)),
-        backward=partial(_no_backward, none),
+        streamed_bytes=none,
+        frontier=no_frontier(len(none)),
     )
     if forward_only:
-        passing = costs.transient_bytes(stage, work)
+        passing, closed = costs.transient_bytes(stage, work), costs.cache_bytes(stage, work) * work.last
         return replace(passes, forward_alloc=opened + passing, forward_free=closed + passing)
-    passes = replace(
+    return replace(
         passes,
         backward_us=costs.backward_us(stage, work),
         weight_us=costs.weight_us(stage, work),
@@ -450,28 +439,17 @@ def passes_of(
         activation=costs.activation_bytes(stage, work, NO_RECOMPUTE),
         backward_residual=costs.gradient_bytes(stage, work) * work.last - goes - opened,
         weight_bytes=costs.weight_bytes(stage, work),
-        frontier=tuple(recompute_frontier(stage, work, costs, modes, in_order)),
+        frontier=recompute_frontier(stage, work, costs, modes, in_order),
     )
-    return _with_backward(passes, stage, work, costs)
-
-
-def _with_backward(passes: StagePasses, stage: int, work: ChunkWork, costs: Costs) -> StagePasses:
-    unlike = partial(_unlike, stage, work, costs, passes.frontier) if costs.stages[stage].unlike else None
-    return replace(passes, backward=partial(_backward, stage, work, costs), unlike=unlike)
 
 
 def passes_of_each(
     stage: int, works: Sequence[ChunkWork], joined: ChunkWork, costs: Costs, modes: Sequence[str], forward_only: bool = False
-) -> list[StagePasses]:
+) -> Iterator[StagePasses]:
     """Compute the passes of a stage in several tables at once, `joined`, with `in_order`: that takes little longer than one."""
-    every, starts = passes_of(stage, joined, costs, modes, True, forward_only), [0]
+    every, start = passes_of(stage, joined, costs, modes, True, forward_only), 0
     names = [field.name for field in fields(StagePasses) if isinstance(getattr(every, field.name), np.ndarray)]
-    parts = []
     for work in works:
-        own = slice(starts[-1], starts[-1] + len(work.tokens))
-        starts.append(own.stop)
-        columns = {name: getattr(every, name)[own] for name in names}
-        part = replace(every, **columns, frontier=tuple(step.part(own) for step in every.frontier))
-        nothing = partial(_no_backward, 0 * part.activation)
-        parts.append(replace(part, backward=nothing) if forward_only else _with_backward(part, stage, work, costs))
-    return parts
+        own = slice(start, start := start + len(work.tokens))
+        columns: dict[str, Any] = {name: getattr(every, name)[own] for name in names}
+        yield replace(every, work=work, frontier=Frontier(*(rows[:, own] for rows in every.frontier)), **columns)

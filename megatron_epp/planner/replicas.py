@@ -47,8 +47,6 @@ class Replicas:
 
     Attributes:
         problems: of every replica; they differ in nothing but their lengths.
-        costs: time and memory of every stage, the same for all replicas.
-        options: the user's settings.
     """
 
     problems: tuple[Problem, ...]
@@ -130,10 +128,7 @@ class Replicas:
         return slowest_times([with_kv_offload(*own, *shared, mine, sharing, self.is_lockstep) for own, mine in every])
 
     def host_room(self, order: Order, table: Aligned, pairs: tuple[Pairs, ...]) -> list[list[int]]:
-        """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few.
-
-        Arguments as in `kv_offload`.
-        """
+        """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few."""
         every = zip(table.chunks, self.problems, pairs, strict=True)
         return [
             [problem.host_cap_bytes - size for size in kv_offload_host_bytes(order, chunks, problem, self.costs, mine)]
@@ -165,7 +160,7 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     """Return every replica's tables with the times of the slowest at each stage and chunk, and room for the largest chunk."""
     if len(tables) == 1:
         return tuple(tables)
-    common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in ("hops", "message_us")}
+    hops = tuple(np.max(rows, axis=0) for rows in zip(*(own.hops for own in tables), strict=True))
     added = {op: _largest([own.added[op] for own in tables]) for op in tables[0].added}
     room = tuple(map(max, *(own.shard_room for own in tables)))
     exchanges = tuple(map(max, *(own.exchange_room for own in tables)))
@@ -175,21 +170,17 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     for number, own in enumerate(tables):
         more = room, exchanges, map(neg, own.shard_room), map(neg, own.exchange_room)
         static = tuple(map(sum, zip(own.static, *more, strict=True)))
-        as_slow = own.with_passes([slowed[passes][number] for passes in together])
-        slowest.append(replace(as_slow, **common, added=added, shard_room=room, exchange_room=exchanges, static=static))
+        passes = tuple(slowed[same][number] for same in together)
+        as_slow = replace(own, passes=passes, hops=hops, added=added)
+        slowest.append(replace(as_slow, shard_room=room, exchange_room=exchanges, static=static))
     return tuple(slowest)
 
 
 def _slowest(replicas: Sequence[StagePasses]) -> list[StagePasses]:
     """Return the passes of one stage in every replica with the longest times of all."""
     times: dict[str, Any] = {name: np.max([getattr(own, name) for own in replicas], axis=0) for name in _TIMES}
-    steps = list(zip(*(own.frontier for own in replicas), strict=True))
-    again_us = [np.max([step.layer_us for step in same_step], axis=0) for same_step in steps]
-    slowest = []
-    for own in replicas:
-        frontier = [replace(step, layer_us=time_us) for step, time_us in zip(own.frontier, again_us, strict=True)]
-        slowest.append(replace(own, **times, frontier=tuple(frontier)))
-    return slowest
+    layer_us = np.max([own.frontier.layer_us for own in replicas], axis=0)
+    return [replace(own, **times, frontier=own.frontier._replace(layer_us=layer_us)) for own in replicas]
 
 
 def _largest(rows: Sequence[OperationRows]) -> OperationRows:

@@ -38,9 +38,6 @@ ROUNDS = 16
 def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, names_cap: bool = True) -> tuple[Plan, ...]:
     """Plan a batch, or replicas in lockstep, by the search.
 
-    Args:
-        names_cap: as `planner.plan` takes it.
-
     Raises:
         InfeasibleError: nothing fits; there is a plan under the cap that the error names, its messages included.
     """
@@ -83,10 +80,7 @@ def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -
 
 
 def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_host: int) -> tuple[Plan, ...]:
-    """Return the plan with the least memory, or refuse with its cap; with offload less may do, and the message says so.
-
-    Arguments as in `infeasible`.
-    """
+    """Return the plan with the least memory, or refuse with its cap; with offload less may do, and the message says so."""
     try:
         proof = proven(problem, costs, replace(options, offload=False))
     except InfeasibleError as plain:

@@ -45,11 +45,7 @@ MOST_WHOLE_SEQUENCES = 64
 
 
 def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Candidate:
-    """Walk along one setting to both sides, as long as it gets better; return the best.
-
-    Args:
-        best: where to begin.
-    """
+    """Walk along one setting to both sides, as long as it gets better; return the best."""
     if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + NEAR_BOUND_SHARE):
         return best
     if setting is settings.LEAD and not settings.REACHES[best.recipe.reach].has_lead:

@@ -97,9 +97,6 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
 def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1) -> None:
     """Refuse a batch whose times or bytes are negative, infinite, not numbers, or more than a plan can hold.
 
-    Args:
-        token_multiple: chunks are padded to a multiple of this.
-
     Raises:
         PlanError: a time or size is out of range. The message names the stage and the amount.
     """

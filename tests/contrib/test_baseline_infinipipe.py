@@ -78,7 +78,7 @@ def test_recompute_along_diagonals_adds_their_sum_of_layers_to_the_makespan(seed
             layers[p][c] = diagonals[k + stages - 1 - p]
     none = [[0] * len(chunks)] * stages
     added = makespan_us(order, tables, layers) - makespan_us(order, tables, none)
-    assert added == pytest.approx(sum(diagonals) * tables.passes[0].frontier[0].layer_us[0])
+    assert added == pytest.approx(sum(diagonals) * tables.passes[0].frontier.layer_us[0, 0])
 
 
 @pytest.mark.parametrize("seed", range(12))

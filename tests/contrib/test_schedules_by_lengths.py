@@ -137,7 +137,7 @@ def test_sppo_offloads_what_the_link_moves_while_a_slice_is_computed():
     problem = on_ranks([12288])
     made = plan(problem, costs, Options(planner="sppo", slices=8, offload=True))
     tables = tabulate(made.chunks, problem, costs)
-    (shares, *_), (sizes, *_), (times_us, *_) = sequence_aware_shares(tables), tables.activation, tables.forward_us
+    (shares, *_), sizes, times_us = sequence_aware_shares(tables), tables.passes[0].activation, tables.passes[0].forward_us
     moved = [share * size for share, size in zip(shares, sizes, strict=True)]
     assert moved == pytest.approx([min(size, us / 0.5) for size, us in zip(sizes, times_us, strict=True)])
     assert shares == sorted(shares)

@@ -105,7 +105,7 @@ def test_loops_are_compiled_once_and_kept_by_the_name_of_all_their_sources(tmp_p
     folder = tmp_path / "kernels"
     shutil.copytree(Path(compiled.__file__).parent, folder)
     assert compiled._sources(folder) == compiled._sources()
-    with (folder / "table_columns.py").open("a") as file:
+    with (folder / "pass_table.py").open("a") as file:
         file.write("# another line")
     compiled._sources.cache_clear()
     assert compiled._sources(folder) != compiled._sources()

@@ -24,7 +24,6 @@ from megatron_epp.planner.passes import (
     BackwardBytes,
     LayerGroup,
     moments,
-    num_steps_of,
     recompute_frontier,
     recompute_of,
 )
@@ -79,7 +78,7 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_least_peak_is_that_of_the_best_choice_there_is(seed: int):
     order, tables = small_case(seed)
-    steps = range(2 * len(tables.passes[0].frontier) + 1)
+    steps = range(2 * len(tables.passes[0].frontier.mode) + 1)
     choices = itertools.product(*([s for s in steps if s <= most] for most in tables.columns.most[: tables.num_chunks]))
     peaks = [peaks_bytes(order, tables, [list(recompute_steps)] * len(order)) for recompute_steps in choices]
     assert least_peaks(order, tables) == [min(column) for column in zip(*peaks, strict=True)]
@@ -225,8 +224,8 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int, i
                 kept, peak = costs.layer_bytes(0, work, *which), costs.layer_peak_bytes(0, work, *which, split=split)[0]
                 most = max(most, held + int(peak[c] - kept[c]))
                 held += caches[layer] * comes // max(1, sum(caches)) - int(kept[c]) + stays
-            left = tables.backward_residual[0][c] + (tables.weight_bytes[0][c] if split else 0)
-            assert (tables.ways(0).split if split else tables.ways(0).whole)[c, taken] == max(most, left)
+            left = tables.passes[0].backward_residual[c] + (tables.passes[0].weight_bytes[c] if split else 0)
+            assert getattr(tables.passes[0].ways, "split" if split else "whole")[c, taken] == max(most, left)
 
 
 def unlike_layer(draw: random.Random, mean: BlockCosts) -> BlockCosts:
@@ -260,7 +259,8 @@ def test_prices_rise_and_every_level_lies_on_or_above_the_ladder(seed: int):
     work = work_of(chunks, (7, 1000))
     frontier = recompute_frontier(0, work, costs, RECOMPUTE_MODES)
     for c in range(len(chunks)):
-        frontier_sums = [(int(r.saved[c]), float(r.layer_us[c])) for r in frontier if r.mode[c] != ABSENT]
+        there = frontier.mode[:, c] != ABSENT
+        frontier_sums = list(zip(frontier.saved[there, c].tolist(), frontier.layer_us[there, c].tolist(), strict=True))
         prices = [took_us / saved for saved, took_us in frontier_sums]
         assert prices == sorted(prices)
         assert all(saved > 0 for saved, _ in frontier_sums)
@@ -281,7 +281,8 @@ def test_prices_rise_and_every_level_lies_on_or_above_the_ladder(seed: int):
 def test_steps_and_what_they_come_to_say_the_same(modes: tuple[int, ...]):
     for taken in range(4 * len(modes) + 1):
         recompute = recompute_of(modes, 4, taken)
-        assert num_steps_of(recompute, modes) == taken
+        steps_of = {RECOMPUTE_MODES[mode]: number + 1 for number, mode in enumerate(modes)}
+        assert sum(count * steps_of[name] for name, count in recompute.by_mode()) == taken
         assert recompute.num_layers == min(taken, 4)
         assert sorted(map(recompute.mode, range(4)), key=[*RECOMPUTE_MODES, ""].index) == [
             recompute.mode(layer) for layer in range(4)

@@ -112,7 +112,7 @@ def test_tokens_that_are_not_trained_pass_no_output_layer_with_kv_offload_either
         asked = problem([30_000], 2, trained=trained)
         bare = tabulate(chunks, asked, costs)
         hosted = with_kv_offload(bare, chunks, asked, costs, FULL_ONLY, frozenset({(1, 0)}))
-        return [after - before for after, before in zip(hosted.forward_us[1], bare.forward_us[1], strict=True)]
+        return [after - before for after, before in zip(hosted.passes[1].forward_us, bare.passes[1].forward_us, strict=True)]
 
     assert more_us(((3_000,),)) == pytest.approx(more_us(()))
 

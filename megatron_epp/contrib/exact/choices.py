@@ -80,18 +80,18 @@ def choices_of(
         splits: weight gradients may be actions of their own.
         shares: of the kept bytes that may be copied; zero is always a choice.
     """
-    ways = tables.ways(stage)
-    may_split = splits and tables.weight_us[stage][c] > 0.0 and tables.weight_bytes[stage][c] > 0
+    passes, ways = tables.passes[stage], tables.passes[stage].ways
+    may_split = splits and bool(passes.weight_us[c] > 0.0 and passes.weight_bytes[c] > 0)
     for num_steps in recompute:
         kept_bytes = tables.kept_bytes(stage, c, num_steps)
-        whole_us = tables.backward_us[stage][c] + tables.recompute_us(stage, c, num_steps)
+        whole_us = float(passes.backward_us[c]) + float(ways.again_us[c, num_steps])
         for split in (False, True) if may_split else (False,):
             takes = int((ways.split if split else ways.whole)[c, num_steps]) - kept_bytes
-            backward_us = whole_us - (tables.saved_by_split_us[stage][c] if split else 0.0)
+            backward_us = whole_us - (float(passes.saved_by_split_us[c]) if split else 0.0)
             yield Choice(num_steps, split, 0.0, backward_us, kept_bytes, 0, takes)
             seen = {0}
             for share in shares:
-                moved = moved_of(kept_bytes, tables.layer_input[stage][c], share)
+                moved = moved_of(kept_bytes, tables.layer_input(stage, c), share)
                 if moved not in seen and moved <= kept_bytes * tables.offloadable_share:
                     seen.add(moved)
                     yield Choice(num_steps, split, share, backward_us, kept_bytes, moved, takes)

@@ -92,7 +92,7 @@ class Memory:
                 yield Demand(issued, backward.end, moved, stage, c)
             if any(choice.split for choice in choices):
                 weight = program.spans[Action(Op.W, stage, c)]
-                held = tuple(tables.weight_bytes[stage][c] if choice.split else 0 for choice in choices)
+                held = tuple(int(tables.passes[stage].weight_bytes[c]) if choice.split else 0 for choice in choices)
                 yield Demand(backward.end, weight.end, held, stage, c)
         yield from self._of_caches(stage)
 
@@ -107,9 +107,10 @@ class Memory:
             while following is not None:
                 chain.append(following)
                 following = links.following[following]
-            changes = [(program.spans[Action(Op.F, stage, c)].start, tables.forward_alloc[stage][c]) for c in chain]
-            changes += [(program.spans[Action(Op.F, stage, c)].end, -tables.forward_free[stage][c]) for c in chain]
-            changes += [(program.spans[Action(Op.B, stage, c)].end, tables.backward_residual[stage][c]) for c in chain[::-1]]
+            passes = tables.passes[stage]
+            changes = [(program.spans[Action(Op.F, stage, c)].start, int(passes.forward_alloc[c])) for c in chain]
+            changes += [(program.spans[Action(Op.F, stage, c)].end, -int(passes.forward_free[c])) for c in chain]
+            changes += [(program.spans[Action(Op.B, stage, c)].end, int(passes.backward_residual[c])) for c in chain[::-1]]
             count = len(program.choices[stage][first])
             for start, end, size in opened(changes, program.horizon):
                 yield Demand(start, end, (size,) * count, stage, first)

@@ -128,8 +128,10 @@ def makespan_us(problem: Problem, costs: Costs, options: Options, decisions: Dec
 
 def _serial_us(tables: Tables) -> float:
     """One action after another, everything recomputed and copied: any schedule that makes sense is faster."""
-    extra = sum(float(step.layer_us.sum()) * passes.num_layers for passes in tables.passes for step in passes.frontier)
-    work = sum(map(sum, (*tables.forward_us, *tables.backward_us, *tables.hops, *tables.hops))) + sum(times_of(tables)) + extra
+    extra = sum(float(row.sum()) * passes.num_layers for passes in tables.passes for row in passes.frontier.layer_us)
+    forward_us, backward_us = zip(*((own.forward_us, own.backward_us) for own in tables.passes), strict=True)
+    times_us = *forward_us, *backward_us, *tables.hops, *tables.hops
+    work = sum(sum(row.tolist()) for row in times_us) + sum(times_of(tables)) + extra
     if math.isinf(tables.host_us_per_byte):
         return work
-    return work + 2 * sum(tables.host_us(size) for row in tables.activation for size in row)
+    return work + 2 * sum(tables.host_us(size) for own in tables.passes for size in own.activation.tolist())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_epp.contrib.exact.added import add_actions, profile_of, rank_of
 from megatron_epp.contrib.exact.choices import Choice, Clock
+from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import Action, Chunk, Op, PlanError, Remedy
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.planner.order import slice_groups
@@ -144,11 +145,11 @@ class Program:
 
     def _add_compute(self, stage: int, c: int) -> None:
         ticks, choices = self.clock.ticks, self.choices[stage][c]
-        self.add_span(Action(Op.F, stage, c), [ticks(self.tables.forward_us[stage][c])])
+        self.add_span(Action(Op.F, stage, c), [ticks(float(self.tables.passes[stage].forward_us[c]))])
         if not any(choice.split for choice in choices):
             self.add_span(Action(Op.B, stage, c), [ticks(choice.backward_us) for choice in choices])
             return
-        weight_us = self.tables.weight_us[stage][c]
+        weight_us = float(self.tables.passes[stage].weight_us[c])
         backward_ticks = [ticks(choice.backward_us - weight_us * (not choice.split)) for choice in choices]
         self.add_span(Action(Op.B, stage, c), backward_ticks)
         self.add_span(Action(Op.W, stage, c), [ticks(weight_us)])
@@ -250,11 +251,12 @@ class Program:
 
     def _profile(self, c: int) -> tuple[object, ...]:
         """All times and sizes of a chunk that the program reads."""
-        t = self.tables
-        times = *t.forward_us, *t.weight_us, *t.hops
-        sizes = *t.weight_bytes, *t.forward_alloc, *t.forward_free, *t.backward_residual
+        rows = list[TimeColumn | IntColumn](self.tables.hops)
+        for passes in self.tables.passes:
+            rows += [passes.forward_us, passes.weight_us, passes.weight_bytes]
+            rows += [passes.forward_alloc, passes.forward_free, passes.backward_residual]
         own = (tuple(self.choices[stage][c]) for stage in self.stages)
-        return *(row[c] for row in times), *(row[c] for row in sizes), *profile_of(t, c), *own
+        return *(row[c].item() for row in rows), *profile_of(self.tables, c), *own
 
 
 def legs(rank_of: Sequence[int]) -> Iterator[range]:

@@ -7,7 +7,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from megatron_epp.contrib.exact.added import rank_of, times_of
@@ -196,5 +195,6 @@ def _times_us(tables: Tables, choices: Choices) -> set[float]:
     """All times that the program needs in ticks."""
     every = [choice for row in choices for own in row for choice in own]
     copies = {tables.host_us(choice.moved_bytes) for choice in every if choice.moved_bytes}
-    own = chain(*tables.forward_us, *tables.weight_us, *tables.hops, times_of(tables))
-    return {*own, *(choice.backward_us for choice in every), *copies}
+    columns = [*tables.hops, *(row for passes in tables.passes for row in (passes.forward_us, passes.weight_us))]
+    times_us = {time_us for column in columns for time_us in column.tolist()}
+    return {*times_us, *times_of(tables), *(choice.backward_us for choice in every), *copies}

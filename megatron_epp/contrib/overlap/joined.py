@@ -69,7 +69,7 @@ def joined_bytes(joined: Joined, row: Sequence[Action], tables: Tables, takes: l
     """
     for at, pair in enumerate(pairwise(row)):
         if pair in joined:
-            more = min(tables.passing[stage][chunk] for _, stage, chunk in pair)
+            more = min(int(tables.passes[stage].passing[chunk]) for _, stage, chunk in pair)
             takes[at], takes[at + 1] = takes[at] + takes[at + 1] + more, 0
             gives[at], gives[at + 1] = 0, gives[at] + gives[at + 1] + more
 
@@ -122,4 +122,4 @@ class JoinedDecisions(Decisions):
 def _passing(step: Step, tables: Tables) -> Passing:
     """Return the time of an action by itself, with its exchange; weight gradients exchange nothing."""
     op, stage, c = step.action
-    return Passing(step.time_us, tables.exchange_us[stage][c] if op in (Op.F, Op.B) else 0.0)
+    return Passing(step.time_us, float(tables.passes[stage].exchange_us[c]) if op in (Op.F, Op.B) else 0.0)

@@ -50,7 +50,8 @@ def overlapped(ranked: Sequence[Decisions], problem: Problem, costs: Costs, opti
     seen: set[tuple[tuple[Chunk, ...], Order, Joined]] = set()
     for decisions in ranked:
         tables = decisions.tables(problem, costs)
-        if problem.forward_only or any(decisions.copies) or decisions.kv_offload or not any(map(any, tables.exchange_us)):
+        exchanges = any(own.exchange_us.any() for own in tables.passes)
+        if problem.forward_only or any(decisions.copies) or decisions.kv_offload or not exchanges:
             continue
         for order, joined in _choices(decisions, tables):
             if (decisions.chunks, order, joined) in seen:

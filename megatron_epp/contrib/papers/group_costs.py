@@ -81,7 +81,7 @@ class GroupedDecisions(Decisions):
         for stage, own in passes.items():
             forward_us, backward_us = grouped.pass_us(stage, groups, self.chunks)
             passes[stage] = replace(own, forward_us=forward_us, backward_us=backward_us)
-        return tables.with_passes([passes[stage] for stage in costs.equal_stages])
+        return replace(tables, passes=tuple(passes[stage] for stage in costs.equal_stages))
 
 
 def _columns(groups: ContextGroups, chunks: Sequence[Chunk]) -> tuple[IntColumn, IntColumn, IntColumn, IntColumn]:

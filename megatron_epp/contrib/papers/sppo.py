@@ -22,7 +22,7 @@ def sequence_aware_shares(tables: Tables) -> Shares:
     return [
         [
             min(1.0, forward_us / max(forward_us, tables.host_us(tables.kept_bytes(stage, c, 0))))
-            for c, forward_us in enumerate(row)
+            for c, forward_us in enumerate(passes.forward_us.tolist())
         ]
-        for stage, row in enumerate(tables.forward_us)
+        for stage, passes in enumerate(tables.passes)
     ]

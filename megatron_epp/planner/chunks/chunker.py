@@ -26,11 +26,9 @@ class Chunker:
     """The facts of a batch that all its chunkings share.
 
     Attributes:
-        problem: the batch.
         line: forward and backward of the slowest stage, without the fixed part: what chunks are balanced by. The slowest
             stage sets the pace, so its time is the one that should not vary from chunk to chunk.
         token_cap: most tokens of a chunk, a multiple of the padding.
-        total_us: time of the whole batch.
         span_us: time of a unit of spans' work; 0 where another stage than the first is the slowest.
     """
 

@@ -18,7 +18,7 @@ KIND_BITS = 3
 KIND_MASK = (1 << KIND_BITS) - 1
 
 FORWARD, BACKWARD, WEIGHT = range(3)
-"""Kinds whose bytes have columns of their own; kinds from `ADDED` on share `Columns.added_takes` and the like."""
+"""Kinds whose bytes have columns of their own; kinds from `ADDED` on share `PassTable.added_takes` and the like."""
 ADDED = 3
 
 Kinds = tuple[Op, ...]
@@ -59,10 +59,6 @@ Key = tuple[bytes, bytes, Kinds]
 
 class CodedOrder(Sequence[tuple[Action, ...]]):
     """An order as numbers, whose actions are made when first asked for: a search reads only the best order's.
-
-    Attributes:
-        codes: the numbers.
-        num_chunks: of the chunk table.
 
     Args:
         rows: the actions, where they are known.

@@ -6,16 +6,12 @@ import heapq
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.compiled import IntegerList, compiled, compiled_with_lists
-from megatron_epp.planner.kernels.table_columns import Columns
+from megatron_epp.planner.kernels.pass_table import PassTable
 
 
 @compiled
-def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recompute_steps: IntegerList, static: int) -> int:
-    """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``.
-
-    Args:
-        static: bytes that the rank holds throughout.
-    """
+def peak(actions: IntegerList, begin: int, stop: int, columns: PassTable, recompute_steps: IntegerList, static: int) -> int:
+    """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``."""
     live = most = static
     for at in range(begin, stop):
         item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
@@ -27,7 +23,7 @@ def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recomput
             way = columns.first_way[item] + recompute_steps[item]
             live -= columns.kept_bytes[way]
             most = max(most, live + columns.whole[way])
-            live += columns.residual[item]
+            live += columns.backward_residual[item]
         elif op >= ADDED:
             added = (op - ADDED) * columns.num_items + item
             live += columns.added_takes[added]
@@ -39,7 +35,7 @@ def peak(actions: IntegerList, begin: int, stop: int, columns: Columns, recomput
 @compiled
 def step_bytes(
     actions: IntegerList,
-    columns: Columns,
+    columns: PassTable,
     recompute_steps: IntegerList,
     split: IntegerList,
     takes: IntegerList,
@@ -48,7 +44,6 @@ def step_bytes(
     """Compute the bytes that each action allocates when it starts and frees when it ends.
 
     Args:
-        actions, columns, recompute_steps: as `peak` takes them.
         split: by item, nonzero if its weight gradient is an action of its own, for which its backward leaves bytes.
     """
     for at in range(len(actions)):
@@ -65,7 +60,7 @@ def step_bytes(
         elif op == BACKWARD:
             held = columns.weight_bytes[item] if split[item] else 0
             takes[at] = (columns.split[way] if split[item] else columns.whole[way]) - stays
-            gives[at] = takes[at] + stays - columns.residual[item] - held
+            gives[at] = takes[at] + stays - columns.backward_residual[item] - held
         else:
             takes[at] = 0
             gives[at] = columns.weight_bytes[item]
@@ -76,7 +71,7 @@ def fit_rank(
     actions: IntegerList,
     begin: int,
     stop: int,
-    columns: Columns,
+    columns: PassTable,
     limit: IntegerList,
     caps: IntegerList,
     static: int,
@@ -92,9 +87,6 @@ def fit_rank(
     within the limits.
 
     Args:
-        actions, begin, stop, columns, static: as `peak` takes them.
-        limit: most recompute steps of each item.
-        caps: bytes, by position among the actions.
         recompute_steps: the result, by item; items of other ranks are left alone.
         leaves: working storage, a number per item.
         by_stay: nonzero for the order of bytes times stay. A stay is counted in actions of the rank.
@@ -125,7 +117,7 @@ def fit_rank(
         elif op == BACKWARD:
             live -= columns.kept_bytes[first + recompute_steps[item]]
             held = columns.whole[first + recompute_steps[item]]
-            change = columns.residual[item]
+            change = columns.backward_residual[item]
         else:
             added = (op - ADDED) * columns.num_items + item
             live += columns.added_takes[added]
@@ -147,7 +139,7 @@ def fit_rank(
 def fit(
     actions: IntegerList,
     starts: IntegerList,
-    columns: Columns,
+    columns: PassTable,
     caps: IntegerList,
     caps_at: IntegerList,
     recompute_steps: IntegerList,
@@ -157,10 +149,8 @@ def fit(
     """Have every rank that is above its cap recompute as much as `fit_rank` finds; True if all stay under theirs.
 
     Args:
-        caps: bytes of every rank.
         recompute_steps: the result, by item; zeros before.
         leaves: working storage, a number per item.
-        by_stay: as `fit_rank` takes it.
     """
     for rank in range(len(starts) - 1):
         begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
@@ -174,7 +164,7 @@ def fit(
 @compiled_with_lists
 def give_cheapest(
     alive: list[tuple[float, int, int, int]],
-    columns: Columns,
+    columns: PassTable,
     limit: IntegerList,
     recompute_steps: IntegerList,
     leaves: IntegerList,
@@ -189,7 +179,6 @@ def give_cheapest(
     Args:
         alive: heap of ``(price / stay, -position where it leaves, item, stay)``; stays are 1 where they do not count.
         columns, limit, recompute_steps, leaves: as `fit_rank` takes them; `leaves` are the positions of the backwards.
-        excess: bytes above the cap.
     """
     item = alive[0][2]
     taken, first, num_layers = recompute_steps[item], columns.first_way[item], columns.num_layers[item]
@@ -213,19 +202,13 @@ def trim(
     actions: IntegerList,
     begin: int,
     stop: int,
-    columns: Columns,
+    columns: PassTable,
     recompute_steps: IntegerList,
     cap: int,
     static: int,
     dearest: IntegerList,
 ) -> None:
-    """Undo recompute that the cap does not need after all, dearest first.
-
-    Args:
-        actions, begin, stop, columns, static: as `peak` takes them.
-        recompute_steps: recompute steps by item, updated.
-        cap: bytes of the rank.
-    """
+    """Undo recompute that the cap does not need after all, dearest first."""
     for position in range(len(dearest)):
         item = dearest[position]
         while recompute_steps[item] > 0:

@@ -17,11 +17,8 @@ class Ready(NamedTuple):
     """Times of a pipeline's actions, what limits its forwards, and storage for a run. An item is a stage and a chunk.
 
     Attributes:
-        num_chunks: of the chunk table.
-        rank_of: the rank of each stage.
         stages, first_stage: the stages of each rank, deepest first, and where each rank's begin, with the end.
         forward_us, backward_us: time of each item; of backwards without weight gradients where these run apart.
-        weight_us: time of the weight gradient of each item.
         hop_us: time of the message behind each item's forward; of the last stage, between its forward and its backward.
         backwards: chunks in the order of their backwards; empty in a forward-only order.
         ahead: forwards that the first stage of a rank may have run when it has run so many backwards.
@@ -111,7 +108,6 @@ def record(rank: int, action: int, ended: float, ready: Ready) -> float:
     """Append an action to a rank's list and set its clock to the action's end, which is returned.
 
     Args:
-        rank, ready: as `take` takes them.
         action: its stage and chunk, with its kind in the lowest bits.
         ended: end of the action in microseconds.
     """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
-from megatron_epp.planner.kernels.table_columns import Columns
+from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations
 
 SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2
@@ -25,7 +25,6 @@ class Shards(NamedTuple):
         spread_us, gather_us: time of the collectives, by chunk.
         peak_bytes, kept_bytes: of a chunk while its `S` runs and from there to its `T`, rank by rank.
         room_bytes: of each rank, for all of its chunks between `S` and `T`.
-        last_rank: the rank of the last stage.
         backward: 0 in a forward-only order, which has no `T`.
         came_us, gathered_us, finished: by position in `line`: end of the forward and of the last `S` so far, and how many ran.
         at, shards, gradients, losses: progress of each rank in its base order and in `line`; of `losses` the first entry.
@@ -66,7 +65,7 @@ class Shards(NamedTuple):
 
 @compiled
 def insert(
-    actions: IntegerList, starts: IntegerList, ends: IntegerList, columns: Columns, recompute_steps: IntegerList, run: Shards
+    actions: IntegerList, starts: IntegerList, ends: IntegerList, columns: PassTable, recompute_steps: IntegerList, run: Shards
 ) -> float:
     """Run the pipeline and insert `S`, `N` and `T`; return the makespan in microseconds, or `STUCK` if not all can run.
 
@@ -129,7 +128,7 @@ def reset(actions: IntegerList, starts: IntegerList, ends: IntegerList, run: Sha
 
 
 @compiled
-def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: Columns, run: Shards) -> None:
+def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: PassTable, run: Shards) -> None:
     """Choose what a rank runs next, and when, from what is known. Arguments as in `insert`."""
     chunks, ranks, items = len(run.line), len(ends), columns.num_items
     now = run.clock_us[rank]
@@ -166,7 +165,7 @@ def decide(rank: int, actions: IntegerList, ends: IntegerList, columns: Columns,
 
 
 @compiled
-def commit(rank: int, actions: IntegerList, columns: Columns, run: Shards) -> None:
+def commit(rank: int, actions: IntegerList, columns: PassTable, run: Shards) -> None:
     """Run what a rank has chosen. Arguments as in `insert`."""
     chunks, ranks, items, choice = len(run.line), len(run.at), columns.num_items, run.choice[rank]
     everyone, other = False, rank

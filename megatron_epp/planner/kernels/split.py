@@ -16,7 +16,7 @@ from megatron_epp.planner.kernels.compiled import (
     integers,
 )
 from megatron_epp.planner.kernels.live_bytes import step_bytes
-from megatron_epp.planner.kernels.table_columns import Columns
+from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations
 
 WHOLE_GAP = 1.0
@@ -77,7 +77,7 @@ class Filled(NamedTuple):
     ended_us: FloatList
 
 
-def storage(actions: IntegerList, starts: IntegerList, columns: Columns) -> tuple[Whole, Filled]:
+def storage(actions: IntegerList, starts: IntegerList, columns: PassTable) -> tuple[Whole, Filled]:
     """Return storage for an order, and for the same with weight gradients.
 
     Args:
@@ -99,7 +99,7 @@ def storage(actions: IntegerList, starts: IntegerList, columns: Columns) -> tupl
 @compiled
 def split_off(
     whole: Whole,
-    columns: Columns,
+    columns: PassTable,
     recompute_steps: IntegerList,
     caps: IntegerList,
     away: IntegerList,
@@ -110,7 +110,6 @@ def split_off(
 
     Args:
         whole: the order; all else in it is written.
-        caps: bytes of every rank.
         away: bytes that copies have taken away while each action runs, by position; empty where there are none.
         gap_share: share of a weight gradient's time that a gap needs for it to run there.
     """
@@ -127,7 +126,7 @@ def split_off(
 
 
 @compiled
-def spare_bytes(columns: Columns, recompute_steps: IntegerList, caps: IntegerList, away: IntegerList, whole: Whole) -> None:
+def spare_bytes(columns: PassTable, recompute_steps: IntegerList, caps: IntegerList, away: IntegerList, whole: Whole) -> None:
     """Compute `Whole.free` and `Whole.extra`. Arguments as in `split_off`."""
     # Summed once: splitting adds nothing but `extra` and what waits (`Filled.waiting_bytes`), which `advance` counts.
     for rank in range(len(whole.starts) - 1):
@@ -143,7 +142,7 @@ def spare_bytes(columns: Columns, recompute_steps: IntegerList, caps: IntegerLis
 
 
 @inlined
-def leaves_bytes(columns: Columns, item: int) -> bool:
+def leaves_bytes(columns: PassTable, item: int) -> bool:
     """Return True if a backward leaves bytes for its weight gradient, or its chunk keeps none at all.
 
     The backward of a stage without layers leaves nothing for a W to read.
@@ -152,13 +151,13 @@ def leaves_bytes(columns: Columns, item: int) -> bool:
 
 
 @compiled
-def puts_off(columns: Columns, item: int) -> bool:
+def puts_off(columns: PassTable, item: int) -> bool:
     """Return True if a backward has a weight gradient to delay, which takes time."""
     return columns.action_us[WEIGHT * columns.num_items + item] > 0 and leaves_bytes(columns, item)
 
 
 @compiled
-def fill(whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> bool:
+def fill(whole: Whole, columns: PassTable, filled: Filled, gap_share: float) -> bool:
     """Play an order and put weight gradients in as it goes; False if it deadlocks. Arguments as in `split_off`."""
     ranks = len(whole.starts) - 1
     for node in range(len(filled.ended_us)):
@@ -183,7 +182,7 @@ def fill(whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> bo
 
 
 @compiled
-def advance(rank: int, whole: Whole, columns: Columns, filled: Filled, gap_share: float) -> int:
+def advance(rank: int, whole: Whole, columns: PassTable, filled: Filled, gap_share: float) -> int:
     """Run a rank as far as it goes, and return how many of the order's actions it ran. Arguments as in `fill`."""
     items, ended_us = columns.num_items, filled.ended_us
     begin = at = filled.at[rank]
@@ -216,7 +215,7 @@ def advance(rank: int, whole: Whole, columns: Columns, filled: Filled, gap_share
 
 
 @compiled
-def run_weight(rank: int, columns: Columns, filled: Filled) -> None:
+def run_weight(rank: int, columns: PassTable, filled: Filled) -> None:
     """Run the weight gradient that has waited longest on a rank. Arguments as in `fill`."""
     item = filled.waiting[filled.first[rank]]
     filled.first[rank] += 1

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIND_MASK
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
 from megatron_epp.planner.kernels.live_bytes import fit_rank, trim
+from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.kernels.shard_insertion import Shards, insert
 from megatron_epp.planner.kernels.split import EAGER_GAP, Filled, Whole, split_off
-from megatron_epp.planner.kernels.table_columns import Columns
 from megatron_epp.planner.kernels.timing import CopyColumns, Room, durations, play
 
 NEVER_US = 1e300
@@ -33,11 +33,9 @@ class Facts(NamedTuple):
     """Inputs of the local search that stay fixed.
 
     Attributes:
-        starts: `Codes.starts`.
         columns: times and sizes by item.
         group_of: the sequence of each chunk.
-        caps: bytes of every rank.
-        caps_at: the same by position among the actions.
+        caps_at: bytes of the caps, by position among the actions.
         dear: the items of every rank, dearest recompute first, rank by rank.
         dear_starts: where each rank's items start; all zero where recompute is not to be trimmed.
         no_split: zeros by item.
@@ -50,7 +48,7 @@ class Facts(NamedTuple):
     """
 
     starts: IntegerList
-    columns: Columns
+    columns: PassTable
     group_of: IntegerList
     caps: IntegerList
     caps_at: IntegerList
@@ -62,7 +60,7 @@ class Facts(NamedTuple):
     whole: Whole
     filled: Filled
     away: IntegerList
-    full: Columns
+    full: PassTable
     shards: Shards
 
 
@@ -176,11 +174,7 @@ def change(trial: StepChoice, facts: Facts, spare: Spare) -> tuple[int, int]:
 
 @compiled
 def move(actions: IntegerList, rank: int, facts: Facts, far: int, numbers: IntegerList) -> bool:
-    """Move an action of a rank past its next neighbours, as far as that is allowed; return True if it moved.
-
-    Args:
-        actions: of every rank, changed in place.
-    """
+    """Move an action of a rank past its next neighbours, as far as that is allowed; return True if it moved."""
     begin, stop = facts.starts[rank], facts.starts[rank + 1]
     if stop - begin < 2:
         return False
@@ -210,11 +204,7 @@ def may_swap(first: int, second: int, facts: Facts) -> bool:
 
 @compiled
 def trade(actions: IntegerList, facts: Facts, numbers: IntegerList) -> bool:
-    """Trade two chunks of different sequences that follow each other in the forwards or backwards of stage 0, on all ranks.
-
-    Args:
-        actions: of every rank, changed in place.
-    """
+    """Trade two chunks of different sequences that follow each other in the forwards or backwards of stage 0, on all ranks."""
     chunks = facts.columns.num_chunks
     which = below(numbers, 3)  # forwards, backwards, both
     op = BACKWARD if which == 1 else FORWARD

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled, inlined
-from megatron_epp.planner.kernels.table_columns import Columns
+from megatron_epp.planner.kernels.pass_table import PassTable
 
 STUCK = -1.0
 """Returned when the order deadlocks."""
 
 
 class Room(NamedTuple):
-    """Storage that `play` writes: times by position in the codes, progress by rank, ends by node (`Columns.needs`)."""
+    """Storage that `play` writes: times by position in the codes, progress by rank, ends by node (`PassTable.needs`)."""
 
     start_us: FloatList
     end_us: FloatList
@@ -50,7 +50,7 @@ class CopyColumns(NamedTuple):
 
 @compiled
 def play(
-    actions: IntegerList, starts: IntegerList, columns: Columns, took_us: FloatList, copies: CopyColumns, room: Room
+    actions: IntegerList, starts: IntegerList, columns: PassTable, took_us: FloatList, copies: CopyColumns, room: Room
 ) -> float:
     """Compute the makespan of an order, in microseconds; `STUCK` if it deadlocks.
 
@@ -103,7 +103,7 @@ def advance(
     rank: int,
     actions: IntegerList,
     starts: IntegerList,
-    columns: Columns,
+    columns: PassTable,
     took_us: FloatList,
     copies: CopyColumns,
     room: Room,
@@ -139,7 +139,7 @@ def advance(
 
 
 @inlined
-def arrived_us(node: int, columns: Columns, ended_us: FloatList) -> float:
+def arrived_us(node: int, columns: PassTable, ended_us: FloatList) -> float:
     """Time at which all is there that an action needs from other sites; negative if something has not run.
 
     Args:
@@ -190,7 +190,7 @@ def take_turn(copies: CopyColumns, room: Room) -> int:
 
 
 @compiled
-def durations(columns: Columns, recompute_steps: IntegerList, split: IntegerList, out: FloatList) -> None:
+def durations(columns: PassTable, recompute_steps: IntegerList, split: IntegerList, out: FloatList) -> None:
     """Compute the times of backwards with recompute, without the weight gradients that `split` marks.
 
     Args:

@@ -31,7 +31,8 @@ def longest_lived_shares(tables: Tables) -> Shares:
     """
     shares: list[list[float]] = [[0.0] * tables.num_chunks for _ in tables.rank_of]
     for stages in tables.stages_of:
-        left_us = sum(sum(tables.forward_us[stage]) + sum(tables.backward_us[stage]) for stage in stages)
+        rows = ((tables.passes[stage].forward_us, tables.passes[stage].backward_us) for stage in stages)
+        left_us = sum(sum(forward_us.tolist()) + sum(backward_us.tolist()) for forward_us, backward_us in rows)
         for stage in stages:
             both_us = sum(2 * tables.host_us(tables.kept_bytes(stage, c, 0)) for c in range(tables.num_chunks))
             if both_us > left_us and stage != stages[0]:
@@ -55,9 +56,6 @@ def fit_ahead(
     Chunks that stay recompute where ranks are above their caps.
 
     Args:
-        caps: bytes of the ranks.
-        host_room: bytes that each rank may have away at one time.
-        wanted: the shares.
         limit_us: makespan at which no further recompute is tried.
         limit: most recompute steps of each stage and chunk; None for all.
 
@@ -90,12 +88,7 @@ def fit_ahead(
 
 
 def _in_time(order: Order, codes: Codes, tables: Tables, steps: RecomputeSteps, wanted: Shares) -> Offload:
-    """Copy the chunks for which the link has time, in the order in which their forwards end.
-
-    Args:
-        steps: recompute ``[stage][chunk]``.
-        wanted: the shares.
-    """
+    """Copy the chunks for which the link has time, in the order in which their forwards end."""
     played, held = play(codes, tables, steps), held_bytes(codes, tables, steps)
     links = {link: (Busy(), Busy()) for link in tables.host_links}
     shared = len(links) < len(order)

@@ -74,7 +74,6 @@ class Chooser:
     """Chooser of one rank's copies.
 
     Attributes:
-        chosen: what it has chosen.
         excess: bytes above the aim, by position in the rank's list; less with every copy.
         away: bytes that are then away, by position in the rank's list.
         out, back: times at which either direction of the link is taken.
@@ -135,19 +134,12 @@ class Chooser:
                 return
 
     def most_bytes(self, stage: int, c: int, kept_bytes: int) -> int:
-        """Return the most bytes of a chunk that may be copied; 0 if that is less than the input of a layer, the least copy.
-
-        Args:
-            kept_bytes: bytes that the stage keeps of the chunk.
-        """
+        """Return the most bytes of a chunk that may be copied; 0 if that is less than the input of a layer, the least copy."""
         allowed = int(kept_bytes * self.tables.offloadable_share)
-        return 0 if allowed < min(kept_bytes, self.tables.layer_input[stage][c]) else allowed
+        return 0 if allowed < min(kept_bytes, self.tables.layer_input(stage, c)) else allowed
 
     def take(self, forward: Action, entered: int, share: float, wanted_us: float, gone_us: float) -> bool:
         """Copy a share of a chunk's kept bytes in gaps of the link: out as early, and back as late as possible.
-
-        Args:
-            share: of the kept bytes.
 
         Returns:
             True if the link has time for both.
@@ -155,7 +147,7 @@ class Chooser:
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
         kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
-        moved = moved_of(kept_bytes, tables.layer_input[stage][c], share)
+        moved = moved_of(kept_bytes, tables.layer_input(stage, c), share)
         took_us, needed_us = tables.host_us(moved), float(self.start[leaves])
         out = earliest((self.own, self.out), float(self.end[entered]), wanted_us, took_us)
         if out is None:
@@ -187,11 +179,7 @@ class Busy:
         self.times: list[tuple[float, float]] = [(-1.0, 0.0), (float("inf"), float("inf"))]
 
     def earliest(self, after_us: float, before_us: float, took_us: float) -> float | None:
-        """Start of the first gap of a length within a time.
-
-        Args:
-            after_us, before_us: the time within which it is.
-        """
+        """Start of the first gap of a length within a time."""
         times = self.times
         for at in range(max(1, bisect_left(times, (after_us, after_us))), len(times)):
             begin = max(times[at - 1][1], after_us)
@@ -202,11 +190,7 @@ class Busy:
         return None
 
     def latest(self, after_us: float, before_us: float, took_us: float) -> float | None:
-        """End of the last gap of a length within a time.
-
-        Args:
-            after_us, before_us: the time within which it is.
-        """
+        """End of the last gap of a length within a time."""
         for at in range(bisect_left(self.times, (before_us, before_us)), 0, -1):
             end = min(self.times[at][0], before_us)
             if end - took_us < after_us:
@@ -220,22 +204,12 @@ class Busy:
 
 
 def earliest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: float) -> float | None:
-    """Start of the first gap of a length that both have within a time.
-
-    Args:
-        both: times taken, of either.
-        after_us, before_us: the time within which it is.
-    """
+    """Start of the first gap of a length that both have within a time."""
     return _of_both(both, after_us, lambda busy, after_us: busy.earliest(after_us, before_us, took_us))
 
 
 def latest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: float) -> float | None:
-    """Start of the last gap of a length that both have within a time.
-
-    Args:
-        both: times taken, of either.
-        after_us, before_us: the time within which it is.
-    """
+    """Start of the last gap of a length that both have within a time."""
     end = _of_both(both, before_us, lambda busy, before_us: busy.latest(after_us, before_us, took_us))
     return None if end is None else end - took_us
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, product
 
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.kv_costs import KVOffloadCosts
-from megatron_epp.cost.work import BoolColumn, IntColumn
+from megatron_epp.cost.work import BoolColumn
 from megatron_epp.plan import Action, Chunk, KVOffload
 from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
 from megatron_epp.plan.problem import Problem
@@ -20,9 +19,8 @@ from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.evaluate import Copies
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
 from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.passes import BackwardBytes, StagePasses, passes_of
+from megatron_epp.planner.passes import StagePasses, passes_of
 from megatron_epp.planner.tables import Tables, work_of_table
 
 Pairs = frozenset[tuple[int, int]]
@@ -53,7 +51,6 @@ def with_kv_offload(
 
     Args:
         tables: of a plan without KV offload.
-        pairs: stages and sequences whose keys and values are in host memory.
         sharing: one of `SHARINGS`; 1 without copies of activations.
     """
     work = work_of_table(chunks, problem)
@@ -65,10 +62,10 @@ def with_kv_offload(
             which = np.zeros(len(chunks), dtype=np.bool_)
             which[[c for sequence in there for c in slices.get(sequence, ())]] = True
             bare = passes_of(stage, without_caches(work, which), costs, modes, in_order, problem.forward_only)
-            known[first_equal, there] = streamed(bare, which, host, not problem.forward_only)
+            known[first_equal, there] = streamed(bare, which, host)
         passes[stage] = known[first_equal, there]
     slower = COPIES_SHARING if sharing > 1 else 1.0
-    return replace(tables.with_passes(passes), host_us_per_byte=tables.host_us_per_byte * slower)
+    return replace(tables, passes=tuple(passes), host_us_per_byte=tables.host_us_per_byte * slower)
 
 
 def leaves_link(copies: Copies, tables: Tables, makespan_us: float, sharing: float) -> bool:
@@ -85,7 +82,7 @@ def leaves_link(copies: Copies, tables: Tables, makespan_us: float, sharing: flo
     return max(took_us.values()) <= (1 - 1 / sharing) / 2 * makespan_us
 
 
-def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts, trains: bool) -> StagePasses:
+def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts) -> StagePasses:
     """Add the times and device bytes of keys and values that stream from and to the host.
 
     Args:
@@ -98,25 +95,16 @@ def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts, train
         forward_alloc=passes.forward_alloc + pieces,
         forward_free=passes.forward_free + pieces,
     )
-    if not trains:
+    if not passes.trains:
         return passes
-    attending = [position for position, mode in enumerate(MODES.values()) if mode.repeats_attention]
-    frontier, left = [], which
-    for step in passes.frontier:  # attention, run again, streams them again
-        repeats = left & np.isin(step.mode, attending)
-        frontier.append(replace(step, layer_us=step.layer_us + np.where(repeats, host.again_us, 0.0)))
-        left = left & ~repeats
+    repeats = np.isin(passes.frontier.mode, [at for at, mode in enumerate(MODES.values()) if mode.repeats_attention])
+    repeats &= which & (np.cumsum(repeats, axis=0) == 1)  # attention, run again, streams them again
     return replace(
         passes,
         backward_us=passes.backward_us + np.where(which, host.backward_us, 0.0),
-        frontier=tuple(frontier),
-        backward=partial(_with_pieces, passes.backward, np.where(which, host.backward_bytes, 0)),
+        streamed_bytes=np.where(which, host.backward_bytes, 0),
+        frontier=passes.frontier._replace(layer_us=passes.frontier.layer_us + np.where(repeats, host.again_us, 0.0)),
     )
-
-
-def _with_pieces(backward: Callable[[bool], BackwardBytes[Numbers]], pieces: IntColumn, split: bool) -> BackwardBytes[Numbers]:
-    sizes = backward(split)
-    return sizes._replace(constant=sizes.constant + pieces)
 
 
 def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWork:
@@ -132,7 +120,6 @@ def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: floa
     """Compute the costs of KV offload for every stage that has any, in stage order; equal stages are evaluated once.
 
     Args:
-        pairs: stages and sequences whose keys and values are in host memory.
         sharing: factor by which the link is slower for each of its uses.
     """
     equal_stages, stages = costs.equal_stages, sorted({stage for stage, _ in pairs})
@@ -141,10 +128,7 @@ def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: floa
 
 
 def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> tuple[KVOffload, ...]:
-    """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence.
-
-    Arguments as in `with_kv_offload`.
-    """
+    """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence."""
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     slices = slices_in(chunks, problem.lengths)
     host_costs, entries = _kv_offload_costs(costs, work, pairs), []
@@ -165,9 +149,6 @@ def choices(
     in_order: bool = False,
 ) -> tuple[Pairs, Pairs]:
     """Choose stages and sequences for KV offload; none where no rank lacks memory or none of its sequences is cut.
-
-    Args:
-        tables, chunks, problem, costs, modes, in_order: as `with_kv_offload` takes them.
 
     Returns:
         two choices: on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and in
@@ -202,14 +183,10 @@ def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Proble
 
 
 def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
-    """List, for every rank, the stages and sequences open to KV offload, largest cache first.
-
-    Args:
-        tables: sizes in bytes.
-    """
+    """List, for every rank, the stages and sequences open to KV offload, largest cache first."""
     slices = slices_in(chunks, problem.lengths)
 
     def largest_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-        return -tables.forward_alloc[pair[0]][slices[pair[1]][0]], pair
+        return -int(tables.passes[pair[0]].forward_alloc[slices[pair[1]][0]]), pair
 
     return [sorted(product(stages, slices), key=largest_first) for stages in tables.stages_of]

@@ -48,9 +48,7 @@ class Offload:
     """Copies overlapped with an order.
 
     Attributes:
-        recompute_steps: recompute ``[stage][chunk]``.
         shares: of the kept bytes that are copied away, ``[stage][chunk]``.
-        copies: the offloads and loads of every rank, in order.
     """
 
     recompute_steps: RecomputeSteps
@@ -60,7 +58,7 @@ class Offload:
     def moved(self, tables: Tables, stage: int, c: int) -> int:
         """Bytes that a copy of a chunk moves."""
         kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
-        return moved_of(kept_bytes, tables.layer_input[stage][c], self.shares[stage][c])
+        return moved_of(kept_bytes, tables.layer_input(stage, c), self.shares[stage][c])
 
     def most_away(self, tables: Tables) -> list[int]:
         """Most bytes that each rank has away at one time."""
@@ -77,8 +75,6 @@ class Copied(NamedTuple):
     """Copies that keep ranks within their memory caps.
 
     Attributes:
-        makespan_us: makespan with the copies.
-        offloads: the offload of every replica.
         short_bytes: bytes that a rank lacks in host memory; 0 where there is room.
     """
 
@@ -101,7 +97,6 @@ def fit_offload(
 
     Args:
         tables: of every replica; their times are the same (`replicas.slowest_times`).
-        caps: bytes of the ranks.
         host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
 
     Returns:
@@ -167,7 +162,6 @@ def _fit_copies(
     met after `ROUNDS`, or the start is slower than `limit_us` by `MOST_START_RATIO`.
 
     Args:
-        caps: bytes of the ranks.
         recompute_steps: recompute ``[stage][chunk]`` to start from.
         limit_us: makespan of the best so far; None where there is none.
         host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
@@ -263,10 +257,7 @@ def peaks_with_copies(order: Order | Codes, tables: Tables, offload: Offload, pl
 
 
 def away_bytes(tables: Tables, offload: Offload, played: Played) -> list[list[int]]:
-    """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``.
-
-    Arguments as in `peaks_with_copies`.
-    """
+    """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``."""
     away_rows = []
     for rank, starts in enumerate(played.start_us):
         at, more = _changes(tables, offload, played, rank)
@@ -277,10 +268,7 @@ def away_bytes(tables: Tables, offload: Offload, played: Played) -> list[list[in
 
 
 def _changes(tables: Tables, offload: Offload, played: Played, rank: int) -> tuple[Integers, Integers]:
-    """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes.
-
-    Arguments as in `peaks_with_copies`.
-    """
+    """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes."""
     starts, ends = played.start_us[rank], played.end_us[rank]
     actions, moved = [action for action, _ in offload.copies[rank]], cache(lambda stage, c: offload.moved(tables, stage, c))
     ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))

@@ -32,7 +32,6 @@ def completed(
     """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where that is faster.
 
     Args:
-        tables, offload, caps, enough_us: as `with_split_weights` takes them.
         split: weight gradients may be split off.
 
     Returns:
@@ -65,7 +64,6 @@ def with_split_weights(
     takes longer than `enough_us`, they wait within the peaks of whole backwards: then they run sooner, which may be faster.
 
     Args:
-        caps: bytes of the ranks.
         enough_us: makespan at which no further order is tried.
     """
     whole = encode_known(order, tables.columns.num_chunks)
@@ -94,9 +92,7 @@ def split_with_copies(
     seems needed.
 
     Args:
-        tables, offload, caps: as `with_split_weights` takes them.
         away: bytes that the copies of the order have taken away, as `split_weights` takes them.
-        gap_share: as `split_weights` takes it.
 
     Returns:
         the order and its makespan in microseconds, or None if a rank is above its cap after all rounds.
@@ -132,8 +128,6 @@ def split_weights(
 
     Args:
         order: forwards and whole backwards that fit the caps with `recompute_steps`.
-        recompute_steps: recompute ``[stage][chunk]``.
-        caps: bytes of the ranks.
         away: bytes that copies have taken away while each action runs, ``[rank][position]``; empty where there are none.
         gap_share: share of a weight gradient's time that a gap needs for it to run there.
 
@@ -155,7 +149,6 @@ def peaks(order: Order | Codes, tables: Tables, offload: Offload, played: Played
     """Compute the most bytes that each rank holds, with the copies that the order is overlapped with.
 
     Args:
-        tables, offload: as `with_split_weights` takes them.
         played: times of the order with the copies, where they are known.
     """
     if offload.copies:

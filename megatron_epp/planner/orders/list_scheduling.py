@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
+
+import numpy as np
 
 from megatron_epp.plan import Chunk, PlanError
 from megatron_epp.plan.problem import Problem
@@ -60,10 +62,12 @@ def ready_of(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> r
     """Collect times and limits of a chunk table, and storage."""
     groups = slice_groups(chunks)
     stages, total, ranks = len(tables.rank_of), len(chunks), len(tables.stages_of)
-    columns, trains, items = tables.columns, bool(tables.backward_us), stages * total
+    columns, trains, items = tables.columns, tables.trains, stages * total
     is_split = rule.waiting is not None and trains
     times_us = columns.action_us
-    backward_us = floats(chain.from_iterable(tables.input_us)) if is_split else times_us[BACKWARD * items : WEIGHT * items]
+    backward_us = times_us[BACKWARD * items : WEIGHT * items]
+    if is_split:
+        backward_us = floats(np.concatenate([own.backward_us - own.saved_by_split_us for own in tables.passes]))
     alive = math.ceil(rule.window * ranks) + rule.slack
     ends = [group.stop for group in groups for _ in group]
     sizes = [len(group) for group in groups for _ in group]
@@ -78,7 +82,7 @@ def ready_of(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> r
         forward_us=times_us[FORWARD * items : BACKWARD * items],
         backward_us=backward_us,
         weight_us=times_us[WEIGHT * items :],
-        hop_us=floats(chain(*tables.hops, tables.turn_us)),
+        hop_us=floats(np.concatenate([*tables.hops, tables.turn_us])),
         backwards=integers(descending(groups) if trains else []),
         ahead=integers([*ahead, total] if trains else [total] * (total + 1)),
         alternating=int(rule.alternating),

@@ -62,7 +62,7 @@ def storage(tables: Tables, most: Sequence[int]) -> shard_insertion.Shards:
         most: actions of every rank without the shards' actions.
     """
     chunks, ranks = tables.num_chunks, len(most)
-    columns, backward, last_rank = tables.columns_with(SHARD_KINDS), bool(tables.backward_us), tables.rank_of[-1]
+    columns, backward, last_rank = tables.columns_with(SHARD_KINDS), tables.trains, tables.rank_of[-1]
     more = [(2 if backward else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]
     first = [0, *accumulate(map(add, most, more))]
     return shard_insertion.Shards(
@@ -94,7 +94,7 @@ def storage(tables: Tables, most: Sequence[int]) -> shard_insertion.Shards:
 
 def _fixed_columns(tables: Tables) -> dict[str, Any]:
     """Return what no order changes. With 80 layers on 16 ranks they took 5 ms, as long as it takes to insert the shards."""
-    rows, backward = tables.added[Op.S], bool(tables.backward_us)
+    rows, backward = tables.added[Op.S], tables.trains
     kept_bytes = [
         take - give
         for takes, gives in zip(rows.takes, rows.gives, strict=True)

@@ -59,11 +59,7 @@ def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -
 
 
 def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahead: Callable[[int], Sequence[int]]) -> Order:
-    """Order each rank's forwards and backwards by how many forwards have run before each backward.
-
-    Args:
-        num_stages, forward_only: as `elastic_1f1b` takes them.
-    """
+    """Order each rank's forwards and backwards by how many forwards have run before each backward."""
     total = groups[-1].stop if groups else 0
     forwards = np.arange(total, dtype=np.int64) << KIND_BITS | FORWARD
     backwards = np.array(descending(groups), dtype=np.int64) << KIND_BITS | BACKWARD

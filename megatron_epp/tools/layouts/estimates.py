@@ -64,10 +64,7 @@ class Estimates:
         return math.fsum(least_us) / len(least_us)
 
     def by_business(self, layout: Layout, grains: Grains) -> list[int]:
-        """Order the ranks from the one with the least to do to the busiest, recompute included, in the last batch.
-
-        Arguments as in `mean_like_us`.
-        """
+        """Order the ranks from the one with the least to do to the busiest, recompute included, in the last batch."""
         estimate = self._like(layout, len(self.batches) - 1, grains[-1])
         busy_us = [0.0] * layout.placement.num_ranks if estimate is None else estimate.busy_us
         return sorted(range(len(busy_us)), key=lambda rank: (busy_us[rank], rank))

@@ -103,13 +103,14 @@ def _solve(
     model = Model()
     count = [model.variable(0, bound, integer=True, cost=1.0) for bound in most]
     for p, diagonal_of in enumerate(diagonal):
-        step_bytes = tables.passes[p].frontier[0].saved.tolist()  # whole layers are the only mode
+        passes = tables.passes[p]
+        step_bytes = passes.frontier.saved[0].tolist()  # whole layers are the only mode
         for level, others, c in _live_bytes(order, tables, p):
             room = (caps[p] - level) / UNIT_BYTES - margin
             saved, own = step_bytes[c] / UNIT_BYTES, count[diagonal_of[c]]
-            activations = tables.activation[p][c] / UNIT_BYTES
+            activations = int(passes.activation[c]) / UNIT_BYTES
             at_first, at_last = _at_ends(tables, p, c)
-            first, last = activations + at_first / UNIT_BYTES, max(at_last, tables.backward_residual[p][c]) / UNIT_BYTES
+            first, last = activations + at_first / UNIT_BYTES, max(at_last, int(passes.backward_residual[c])) / UNIT_BYTES
             relief = total(count[diagonal_of[u]] * (step_bytes[u] / UNIT_BYTES) for u in others)
             if last > room:
                 model.at_most(last - relief, room)
@@ -140,18 +141,20 @@ def _live_bytes(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, lis
         tables: sizes of the chunks in bytes.
         p: the stage, which is a rank's only one.
     """
-    activation = tables.activation[p]
+    passes = tables.passes[p]
+    activation, residual = passes.activation.tolist(), passes.backward_residual.tolist()
+    opened = (passes.forward_alloc - passes.forward_free).tolist()
     live = tables.static[p]
     alive: dict[int, None] = {}
     for op, _, c in order[p]:
         if op is Op.F:
-            live += activation[c] + tables.forward_alloc[p][c] - tables.forward_free[p][c]
+            live += activation[c] + opened[c]
             alive[c] = None
         else:
             live -= activation[c]
             del alive[c]
             yield live, list(alive), c
-            live += tables.backward_residual[p][c]
+            live += residual[c]
 
 
 def _at_ends(tables: Tables, p: int, c: int) -> tuple[int, int]:
@@ -166,7 +169,7 @@ def _at_ends(tables: Tables, p: int, c: int) -> tuple[int, int]:
         was recomputed.
     """
     passes, num_layers = tables.passes[p], tables.num_layers[p]
-    sizes = BackwardBytes(*(int(column[c]) for column in passes.backward(False)))
+    sizes = BackwardBytes(*(int(column[c]) for column in passes.backward()))
     rise = max(sizes.peak - sizes.activations, sizes.at_half)
     first = sizes.constant + sizes.reached + rise + sizes.first_mlp * (num_layers > 1)
     return first, int(passes.activation[c]) + first - max(0, num_layers - 1) * (sizes.activations + sizes.gone)

@@ -188,9 +188,10 @@ class Grouping:
         """
         self.contest, self.tables, self.groups, self.effort = contest, tables, groups, effort
         cells = len(tables.num_layers) * tables.num_chunks
-        pass_us = sum(map(sum, tables.forward_us)) + sum(map(sum, tables.backward_us))
+        pass_us = sum(sum(own.forward_us.tolist()) for own in tables.passes)
+        pass_us += sum(sum(own.backward_us.tolist()) for own in tables.passes)
         self.startup_us = (len(tables.num_layers) - 1) * pass_us / cells
-        self.layer_us = sum(float(passes.frontier[0].layer_us.sum()) for passes in tables.passes) / cells
+        self.layer_us = sum(float(passes.frontier.layer_us[0].sum()) for passes in tables.passes) / cells
 
     def pipelines(self) -> list[Pipeline] | None:
         """The cheapest partition into runs of like numbers of chunks, longest first; None where no partition fits."""

@@ -1,4 +1,4 @@
-"""Tables as flat columns of numbers."""
+"""The passes of all stages over a chunk table as flat columns of numbers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from megatron_epp.planner.kernels.codes import Kinds
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, Numbers, floats, integers
 
 
-class Columns(NamedTuple):
-    """The tables, by item: a stage and a chunk, numbered stage by stage. Names as in `Tables`.
+class PassTable(NamedTuple):
+    """Times in microseconds and bytes of the passes of all stages, in the one shape that searches read, compiled or not.
+
+    An item is a stage and a chunk, ``stage * num_chunks + chunk``. Columns without a note are of `passes.StagePasses`, by item.
 
     Attributes:
         num_items: items of the kind of action that has most sites; for all but added kinds, stages times chunks.
+        rank_of: by stage.
+        static: by rank, as in `Tables`.
+        num_layers, most: of the item's stage, and most recompute steps of the item.
         first_way: of each item, where its ways to run begin: one for every number of recompute steps, from none to most. Equal
             stages share them.
         kept_bytes, again_us, whole, split, price: by way, as in `passes.Ways`.
         dear_us: of the dearest step.
-        num_layers: of the item's stage.
-        most: most recompute steps of the item.
         need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A
             node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order, unless a
             collective is between the two, which takes time there as well.
         action_us: time of each node, of a backward without recompute and with its weight gradient.
-        saved_by_split_us: by which the backward is shorter without its weight gradient.
         added_takes, added_gives: bytes of added operations, by node behind the three common kinds.
     """
 
@@ -49,7 +51,7 @@ class Columns(NamedTuple):
     dear_us: FloatList
     forward_alloc: IntegerList
     forward_free: IntegerList
-    residual: IntegerList
+    backward_residual: IntegerList
     weight_bytes: IntegerList
     need_starts: IntegerList
     needs: IntegerList
@@ -60,27 +62,13 @@ class Columns(NamedTuple):
     added_gives: IntegerList
 
 
-def by_node(tables: Sequence[Sequence[Sequence[float]]], num_items: int, dtype: type) -> Numbers:
-    """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries."""
-    filled: Numbers = np.zeros((len(tables), num_items), dtype=dtype)
-    for row, table in zip(filled, tables, strict=True):
-        values = stacked(table, dtype).ravel()
+def by_node(kinds: Sequence[Sequence[Sequence[float] | Numbers]], num_items: int, dtype: type) -> Numbers:
+    """Flatten ``[site][chunk]`` rows of every kind one after another, each filled with zeros to `num_items` entries."""
+    filled: Numbers = np.zeros((len(kinds), num_items), dtype=dtype)
+    for row, sites in zip(filled, kinds, strict=True):
+        values = np.concatenate(sites)
         row[: len(values)] = values
     return filled.ravel()
-
-
-def stacked(rows: Sequence[Sequence[float]], dtype: type | None = None) -> Numbers:
-    """Return rows as one array. Stages with equal costs share a row, which is converted once.
-
-    Args:
-        dtype: of the result; None for the rows' own.
-    """
-    rows, arrays = list(rows), dict[int, Numbers]()  # the rows of an array are objects only as long as they are kept
-    for row in rows:
-        if id(row) not in arrays:
-            arrays[id(row)] = np.array(row, dtype=dtype)
-    matrix: Numbers = np.array([arrays[id(row)] for row in rows], dtype=dtype)
-    return matrix
 
 
 def need_columns(
@@ -88,15 +76,15 @@ def need_columns(
     rank_of: Sequence[int],
     num_items: int,
     num_chunks: int,
-    transfer_us: Callable[[MessageKind | Collective | None, int], Sequence[float]],
+    transfer_us: Callable[[MessageKind | Collective | None, int], Sequence[float] | Numbers],
 ) -> tuple[IntegerList, IntegerList, FloatList]:
-    """Resolve the table of operations into `Columns.need_starts`, `needs` and `need_us`.
+    """Resolve the table of operations into `PassTable.need_starts`, `needs` and `need_us`.
 
     Args:
         transfer_us: times by chunk of a transfer over the boundary behind a stage.
     """
     starts, needs, carried = _needs(kinds, tuple(rank_of), num_items, num_chunks)
-    times_us = [stacked([transfer_us(carries, boundary) for carries, boundary in site]).T.ravel() for site in carried]
+    times_us = [np.array([transfer_us(*transfer) for transfer in site]).T.ravel() for site in carried]
     return integers(starts), integers(needs), floats(np.concatenate([np.zeros(0), *times_us]))
 
 
@@ -108,10 +96,7 @@ type Carried = tuple[MessageKind | Collective | None, int]
 def _needs(
     kinds: Kinds, rank_of: tuple[int, ...], num_items: int, num_chunks: int
 ) -> tuple[Numbers, Numbers, list[list[Carried]]]:
-    """Return `Columns.need_starts` and `needs`, and the transfers for every kind and site that has needs.
-
-    Arguments as in `need_columns`.
-    """
+    """Return `PassTable.need_starts` and `needs`, and the transfers for every kind and site that has needs."""
     number, chunks = {op: kind for kind, op in enumerate(kinds)}, np.arange(num_chunks)
     per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)
     needs, carried = [np.zeros(0, dtype=np.int64)], []
