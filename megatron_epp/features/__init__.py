@@ -117,13 +117,13 @@ FEATURES = (
         "exchange buffers",
         "models with experts that exchange tokens by DeepEP or HybridEP",
         wanted=lambda asked: getattr(asked.args, "moe_token_dispatcher_type", None) == "flex",
-        run=f"{_HERE}exchanges.exchange_buffer:Exchanges",
+        run=f"{_HERE}exchanges.exchange_buffer:RunExchanges",
     ),
     Feature(
         "warm-up of attention",
         "models whose attention runs in cuDNN, which takes seconds for a first shape; ranks would wait for each other",
         wanted=lambda asked: getattr(asked.args, "epp_warm_up", "off") != "off",
-        run=f"{_HERE}warm_up.kernel_warm_up:WarmUp",
+        run=f"{_HERE}warm_up.kernel_warm_up:AttentionWarmUp",
     ),
 )
 """All features, in the order in which every rank asks them."""

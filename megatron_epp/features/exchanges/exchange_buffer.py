@@ -74,7 +74,7 @@ class ExchangeBuffer:
         )
 
 
-class Exchanges(RunFeature):
+class RunExchanges(RunFeature):
     """The exchange buffer of a run, which follows the largest chunk of each plan."""
 
     def __init__(self, run: Run) -> None:

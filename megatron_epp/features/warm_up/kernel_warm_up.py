@@ -143,7 +143,7 @@ class KernelWarmUp:
         logger.info("warmed up in %.1f s", time.perf_counter() - begin_s)
 
 
-class WarmUp(RunFeature):
+class AttentionWarmUp(RunFeature):
     """Warm-up of attention in a run."""
 
     def __init__(self, run: Run) -> None:
