@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_epp.cost import PipelineCosts
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.plan import Op, Plan
     from megatron_epp.runtime.recorder import Recorder
@@ -44,8 +45,8 @@ class RunFeature:
         """Return a context in which the rank's stages run alone, while costs are measured."""
         return nullcontext()
 
-    def settled(self) -> None:
-        """Prepare what depends on costs, once they are settled."""
+    def settled(self, costs: PipelineCosts) -> None:
+        """Prepare what depends on costs."""
 
     def before(self, batch: GlobalBatch) -> None:
         """Prepare an iteration."""
@@ -108,6 +109,18 @@ FEATURES = (
         adopt=f"{_HERE}vocabulary.vocabulary_shard:divide_output_layer",
         ends=f"{_HERE}vocabulary.rank_vocabulary:end_without_head",
         run=f"{_HERE}vocabulary.rank_vocabulary:rank_vocabulary",
+    ),
+    Feature(
+        "exchange buffers",
+        "models with experts that exchange tokens by DeepEP or HybridEP",
+        wanted=lambda asked: getattr(asked.args, "moe_token_dispatcher_type", None) == "flex",
+        run=f"{_HERE}exchanges.exchange_buffer:RunExchanges",
+    ),
+    Feature(
+        "warm-up of attention",
+        "models whose attention runs in cuDNN, which takes seconds for a first shape; ranks would wait for each other",
+        wanted=lambda asked: getattr(asked.args, "epp_warm_up", "off") != "off",
+        run=f"{_HERE}warm_up.kernel_warm_up:AttentionWarmUp",
     ),
 )
 """All features, in the order in which every rank asks them."""

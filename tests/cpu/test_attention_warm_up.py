@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from megatron_epp.features.warm_up import kernel_warm_up
+from megatron_epp.features.warm_up.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.plan import shape_classes, sizing
-from megatron_epp.runtime.attention import kernel_warm_up, kernels
-from megatron_epp.runtime.attention.kernel_warm_up import Heads, KernelWarmUp
+from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION
 from megatron_epp.runtime.context import chunk_layouts
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, SCALE, ChunkedLayer

@@ -10,10 +10,10 @@ from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
+from megatron_epp.plan.first_fit import pack_whole
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, plan
-from megatron_epp.planner.baselines.contest import pack_whole
 from megatron_epp.planner.baselines.whole import UniformDecisions
 from megatron_epp.tools.advice import configuration_search
 from megatron_epp.tools.advice.advice_text import as_json, as_text
@@ -372,9 +372,8 @@ def test_documents_beyond_the_context_are_what_training_makes_of_them(tmp_path, 
 
 def profile_of(path, tensor=1, hidden=512):
     """As `megatron-epp profile` would write it for the small model, products and launches eight times as slow as by formula."""
-    shape = shape_of(
-        SMALL_FLAGS | {"hidden_size": hidden, "tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
-    )
+    shared = {"tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
+    shape = shape_of(SMALL_FLAGS | {"hidden_size": hidden} | shared)
     slow = {f"launch_{name}_us": 8 * getattr(H100_NODE, f"launch_{name}_us") for name in ("forward", "backward")}
     rates = replace(H100_NODE, linear_flops=H100.linear_flops / 8, **slow)
     path.write_text(replace(analytic_profile(shape, rates), origin={"shape": asdict(shape)}).to_json())

@@ -18,10 +18,10 @@ PROGRAMS = {
         27_810,
     ),
     "planner": (("planner.search", "planner.service.answers"), 16_710),
-    "command line": (("tools.cli.main",), 5_890),
+    "command line": (("tools.cli.main",), 5_790),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 63_920, "megatron_epp/contrib": 6_130, "tests": 56_220, "scripts": 9_900}
+FOLDERS = {"megatron_epp": 62_880, "megatron_epp/contrib": 6_130, "tests": 56_220, "scripts": 9_900}
 
 
 def file_of(module: str) -> Path | None:

@@ -25,10 +25,11 @@ SMALL = "--model tiny-gpt --cluster this-machine --pipeline-size 2 --layout even
 BATCH = "--lengths 9000,4000,4000,2000,1000,700"
 MOONLIGHT = "--lengths 65536,9000,2000,500 --model moonlight-16b-a3b --cluster h100x8 --stages 4 --layers 8 --data-parallel 8"
 Planned = Callable[[str], Plan]
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Planned:
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Planned:
     """Return the plan that `plan` writes for flags, and work in a folder with files of lengths, costs and a layout."""
     (tmp_path / "lengths.txt").write_text("4000\n300, 200\n100\n")
     (tmp_path / "documents.idx").write_bytes(INDEX)
@@ -68,9 +69,7 @@ def test_flags_that_mean_the_same_make_the_same_plan(flags: list[str], planned: 
     assert others == [first] * len(others)
 
 
-def test_a_choice_that_plans_make_is_told_and_one_that_is_given_is_not(
-    planned: Planned, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_choice_that_plans_make_is_told_and_one_that_is_given_is_not(planned: Planned, capsys: Capture) -> None:
     for cap_gb, faster in ((80, "off"), (18, "on")):
         made = planned(f"{MOONLIGHT} --layout even --memory-cap-gb {cap_gb}")
         assert f"--latents {faster}" in capsys.readouterr().err
@@ -142,9 +141,7 @@ def test_split_weight_gradients_and_offload_together_are_no_slower_than_one_of_t
     assert both <= min(alone)
 
 
-def test_a_profile_by_formula_is_written_by_both_of_its_names_and_plans_as_its_model(
-    planned: Planned, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_by_formula_is_written_by_both_of_its_names_and_plans_as_its_model(planned: Planned, capsys: Capture) -> None:
     for number, command in enumerate((["profile"], ["doctor", "--profile"])):
         assert main([*command, "--model", "tiny-gpt", "--by-formula", "this-machine", "-o", f"{number}.json"]) == 0
         assert "nothing was measured" in capsys.readouterr().out
@@ -187,9 +184,7 @@ def test_chunks_are_padded_as_a_training_pads_them_unless_said_otherwise(flags: 
     assert planned(f"--lengths 900,300 --stages 2 --model llama3-8b --layout even {flags}").token_multiple == multiple
 
 
-def test_commands_search_the_same_layout_where_none_is_given_and_say_so(
-    planned: Planned, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_search_the_same_layout_where_none_is_given_and_say_so(planned: Planned, capsys: Capture) -> None:
     batch = f"{BATCH} --stages 4 --slices 2 --layers 16"
     made, auto = (planned(f"{batch}{layout}") for layout in ("", " --layout auto"))
     for command in ("memory", "compare --planner greedy"):
@@ -209,7 +204,7 @@ def test_commands_search_the_same_layout_where_none_is_given_and_say_so(
 
 
 def test_a_schedule_that_needs_a_v_is_planned_and_compared_in_one_and_its_layout_is_told(
-    planned: Planned, capsys: pytest.CaptureFixture[str]
+    planned: Planned, capsys: Capture
 ) -> None:
     flags = f"{BATCH} --stages 4 --layout balanced --planner zb-v --split-weight --slices 4"
     made = planned(f"{flags} --layout-out layout.json")
@@ -220,7 +215,7 @@ def test_a_schedule_that_needs_a_v_is_planned_and_compared_in_one_and_its_layout
     assert json.loads(capsys.readouterr().out)[0]["makespan_us"] == made.predicted.makespan_us
 
 
-def test_auto_plans_with_a_searched_layout_and_writes_it(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_plans_with_a_searched_layout_and_writes_it(planned: Planned, capsys: Capture) -> None:
     batch = f"{BATCH} --layers 16 --slices 2"
     made = planned(f"{batch} --layout auto --layout-out chosen.json")
     told = capsys.readouterr().out
@@ -235,7 +230,7 @@ def test_auto_plans_with_a_searched_layout_and_writes_it(planned: Planned, capsy
 
 @pytest.mark.parametrize("command", ["compare --planner greedy", "memory", "memory --planner zb-v"])
 def test_other_commands_take_the_layout_of_a_file_and_the_placement_of_a_planner(
-    command: str, planned: Planned, capsys: pytest.CaptureFixture[str]
+    command: str, planned: Planned, capsys: Capture
 ) -> None:
     layout = ["--stages", "4"] if "zb-v" in command else ["--layout", "v.json"]
     assert main([*command.split(), *BATCH.split(), *layout]) == 0
@@ -244,22 +239,20 @@ def test_other_commands_take_the_layout_of_a_file_and_the_placement_of_a_planner
     assert "zb-v" in command or "stages of 7, 8, 9, 8 layers" in told
 
 
-def test_stages_of_a_hybrid_model_are_its_pattern(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_of_a_hybrid_model_are_its_pattern(planned: Planned, capsys: Capture) -> None:
     planned("--model nemotron-3-nano --lengths 3000,200 --layout 27,25")
     pattern = load_flags("nemotron-3-nano")["hybrid_layer_pattern"]
     assert f"--hybrid-layer-pattern '{pattern[:27]}|{pattern[27:]}'" in capsys.readouterr().out
     assert staged_pattern("M*-E/*E/*E", [3, 1]) == "M*-|E/*E/*E"
 
 
-def test_costs_of_a_whole_pipeline_settle_its_layers(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_of_a_whole_pipeline_settle_its_layers(planned: Planned, capsys: Capture) -> None:
     assert planned("--lengths 9000,300 --stages 2 --costs lopsided.json").num_layers == (20, 12)
     assert "the busiest takes" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["plan", "memory", "compare", "advise"])
-def test_the_number_of_stages_has_one_name_in_every_command_and_older_ones_work(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_stages_has_one_name_in_every_command_and_older_ones_work(command: str, capsys: Capture) -> None:
     parser = _parser([command])
     with pytest.raises(SystemExit):
         parser.parse([command, "--help"])
@@ -272,7 +265,7 @@ def test_the_number_of_stages_has_one_name_in_every_command_and_older_ones_work(
 
 
 def test_planners_and_advice_are_compared_with_the_latents_that_plan_faster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planners = "--layout balanced --memory-cap-gb 18 --planner greedy --planner 1f1b --json"
     assert main(["compare", *MOONLIGHT.split(), *planners.split()]) == 0

@@ -25,13 +25,22 @@ LISTED = "plan --layers 8 --lengths 900 --stages 2 --layout"
 LATENTS = "--lengths 900,300 --model tiny-gpt --latents on"
 HUGE = "plan --lengths 2147483647 --stages 2 --token-multiple 2147483647 --hidden 2147483616"
 PLANNER = f"{FLAGS} --planner given_planners"
+FIVE = "plan --lengths 5"
+MOONLIGHT = "plan --lengths 9000 --model moonlight-16b-a3b --latents on"
+NO_LATENTS = ("--latents on", "a model with latent attention", "--model", "leave it out")
+MISSPELT = {
+    "plam": "plan", "plan --lenghts 5": "--lengths", "plan --lengths wikipdia": "wikipedia", f"{STAGES} balnced": "balanced",
+    f"{FIVE} --documents spilt": "split", f"{FIVE} --planner greddy": "greedy", f"{FIVE} --model llama3-8": "llama3-8b",
+    f"{FIVE} --cluster h100x": "h100x8", f"{FIVE} --costs llama3-8b-h10": "llama3-8b-h100",
+    f"{FIVE} --cluster cluster.yaml": "linear_flops", f"{FIVE} --costs misspelt.json": "message_latency_us",
+    "train -c recipes/tiny-cp": "recipes/tiny-cpu", "train -c recipes/tiny-cpu lunch.nodes=2": "launch",
+    "train -c recipes/tiny-cpu launch.node=2": "nodes",
+}  # fmt: skip
 REFUSED = [
     # lengths
-    ("plan --lengths 12,x", "'x'", "a number of tokens"),
-    ("plan --lengths 12,0", "'0'", "a number of tokens"),
+    *((f"plan --lengths 12,{word}", f"'{word}'", "a number of tokens") for word in "x0"),
     ("plan --lengths ,", "no lengths"),
     ("plan --lengths 8k", "did you mean 8192?"),
-    ("plan --lengths wikipdia", "did you mean 'wikipedia'?"),
     ("plan --lengths absent.txt", "'absent.txt'", "no such file"),
     ("plan --lengths-file absent.txt", "absent.txt"),
     ("plan --lengths a\udcff", "no such file"),
@@ -64,17 +73,10 @@ REFUSED = [
     ("plan --lengths 3 --cluster h100x8 --rates cpu", "--cluster", "--rates", "one of them"),
     ("plan --lengths 5 --devices 8", "--devices", "--cluster", "leave it out"),
     ("plan --lengths 9000 --stages 1 --vocab-parallel on", "--stages is 1"),
-    (f"plan {LATENTS}", "--latents on", "a model with latent attention", "--model", "leave it out"),
-    (f"memory {LATENTS}", "--latents on", "a model with latent attention", "--model", "leave it out"),
-    (f"compare {LATENTS}", "--latents on", "a model with latent attention", "--model", "leave it out"),
-    (
-        "plan --lengths 9000 --model moonlight-16b-a3b --costs latents.json --latents on",
-        "latents.json has costs of a pipeline",
-        "leave --latents out",
-    ),
+    *((f"{name} {LATENTS}", *NO_LATENTS) for name in ("plan", "memory", "compare")),
+    (f"{MOONLIGHT} --costs latents.json", "latents.json has costs of a pipeline", "leave --latents out"),
     (f"{FLAGS} --costs lopsided.json --layout balanced", "layers of their own"),
-    (f"{FLAGS} --chunk-tokens 4 --token-multiple 8", "raise --chunk-tokens to 8"),
-    (f"{FLAGS} --memory --chunk-tokens 4 --token-multiple 8", "raise --chunk-tokens to 8"),
+    *((f"{FLAGS}{more} --chunk-tokens 4 --token-multiple 8", "raise --chunk-tokens to 8") for more in ("", " --memory")),
     (f"{FLAGS} --layers 2 --hidden 64 --memory-cap-gb 0.001", "a memory cap of 0.00100 GiB", "Raise --memory-cap-gb to"),
     (f"{ADVISE} 12", "--devices 12", "a multiple of 8", "h100x8", "8 or 16"),
     (f"{ADVISE} 8 --tensor-parallel 3", "a multiple of 3"),
@@ -82,18 +84,11 @@ REFUSED = [
     (f"{ADVISE} 8 --expert-tensor-parallel 2", "--expert-tensor-parallel 2", "a model with --experts", "leave"),
     (f"{ADVISE} 8 --costs llama3-8b-h100", "measured with ffn_hidden_size 14336"),
     # layers of stages
-    (
-        f"{STAGES} 9,8,8 --stages 4",
-        "--layout",
-        "'9,8,8'",
-        "3 stages and 25 layers",
-        "auto, even, balanced, a layout file, or 4",
-    ),
+    (f"{STAGES} 9,8,8 --stages 4", "--layout '9,8,8'", "3 stages and 25 layers", "auto, even, balanced, a layout file, or 4"),
     (f"{STAGES} 9,8,8,8 --stages 4", "--layout", "'9,8,8,8'", "4 stages and 33 layers"),
     (f"{STAGES} 9,8,8,6", "--layout", "'9,8,8,6'", "4 stages and 31 layers"),
     (f"{STAGES} 8,8.25,8,7.75", "4 multiples of 0.5", "--stages", "add up to 32 (--layers)"),
     (f"{STAGES} some --stages 4", "add up to 32"),
-    (f"{STAGES} balnced", "did you mean 'balanced'?"),
     (f"{FLAGS} --layout {NINES},1", "2 multiples of 0.5", "--stages"),
     (f"{STAGES} absent.json", "--layout", "a layout file"),
     (f"{STAGES} v.json --stages 4", "--layout v.json", "2 pipeline ranks", "--stages is 4", "leave --stages out"),
@@ -106,29 +101,14 @@ REFUSED = [
     (f"{LISTED} v:2,2,2,1", "7"),
     ("plan --model nemotron-3-nano --lengths 3000 --layout 26.5,25.5", "--layout 26.5,25.5", "hybrid model", "whole layers"),
     # names
-    ("", "--help"),
-    ("plan", "--lengths", "--help"),
-    ("check", "--help"),
-    ("plam", "did you mean 'plan'?", "--help"),
+    *((command, *facts, "--help") for command, *facts in ([""], ["plan", "--lengths"], ["check"], ["plam"])),
     ("plan --lengths 12 --stagess 4", "--stagess", "did you mean '--stages'?", "megatron-epp plan --help"),
-    ("plan --lenghts 5", "did you mean '--lengths'?"),
-    ("plan --lengths 5 --documents spilt", "did you mean 'split'?"),
-    ("plan --lengths 5 --planner greddy", "did you mean 'greedy'?"),
-    ("plan --lengths 5 --model llama3-8", "did you mean 'llama3-8b'?"),
-    ("plan --lengths 5 --cluster h100x", "did you mean 'h100x8'?"),
-    ("plan --lengths 5 --costs llama3-8b-h10", "did you mean 'llama3-8b-h100'?"),
-    ("train -c recipes/tiny-cp", "did you mean 'recipes/tiny-cpu'?"),
-    ("train -c recipes/tiny-cpu lunch.nodes=2", "did you mean 'launch'?"),
-    ("train -c recipes/tiny-cpu launch.node=2", "did you mean 'nodes'?"),
+    *((command, f"did you mean '{meant}'?") for command, meant in MISSPELT.items()),
     # files and folders
-    ("plan --lengths 5 --cluster cluster.yaml", "did you mean 'linear_flops'?"),
     ("plan --lengths 5 --model model.yaml", "'hidden_sise'"),
-    ("plan --lengths 5 --costs misspelt.json", "did you mean 'message_latency_us'?"),
     ("plan --lengths 5 --costs empty.json", "empty.json", "is empty"),
     ("train -c empty.json", "empty.json is empty"),
-    ("plan --lengths 5 --model a-folder", "a-folder is a folder, not a file"),
-    ("plan --lengths 5 --costs a-folder", "a-folder is a folder, not a file"),
-    ("train -c a-folder", "a-folder is a folder, not a file"),
+    *((f"{name} a-folder", "a-folder is a folder, not a file") for name in (f"{FIVE} --model", f"{FIVE} --costs", "train -c")),
     ("check empty.json", "empty.json", "is empty"),
     ("show later.json", "later.json", "9"),
     ("show absent.json", "absent.json"),
@@ -213,9 +193,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("command", "facts"), [(command, facts) for command, *facts in REFUSED])
-def test_what_is_refused_is_named_with_what_would_do(
-    command: str, facts: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused_is_named_with_what_would_do(command: str, facts: list[str], folder: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     code = exit_code(shlex.split(command))
@@ -225,7 +203,6 @@ def test_what_is_refused_is_named_with_what_would_do(
     assert prefix
     assert [fact for fact in facts if fact not in message] == [], message
     assert all(line.isprintable() for line in message.splitlines())
-    assert (
-        message.count("\n") == 1 or "0.001" in command or "halves" in command
-    )  # followed by what would fit, by the violations
+    is_long = "0.001" in command or "halves" in command  # followed by what would fit, by the violations
+    assert message.count("\n") == 1 or is_long
     assert "Traceback" not in err

@@ -133,10 +133,8 @@ def test_plan_and_compare_print_how_far_the_exact_planner_is_above_its_bound(cap
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
-HELD = (
-    "--lengths 8192,700,300 --stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3 "
-    "--layout even"
-)
+SHAPE = "--layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512"
+HELD = f"--lengths 8192,700,300 --stages 2 {SHAPE} --slices 3 --layout even"
 
 
 def row_of(text: str, name: str) -> list[float]:

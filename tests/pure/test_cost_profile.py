@@ -156,11 +156,8 @@ KINDS = ("linear", "loss", "embedding", "attention")
 
 def measured_points() -> dict[str, list[Point]]:
     line = LinearTime(10.0, 2.0)
-    points = {
-        f"{kind} {way}": [Point(n, 0, line.time_us(n, 0)) for n in (64, 256)]
-        for kind in KINDS
-        for way in ("forward", "backward")
-    }
+    on_the_line = [Point(n, 0, line.time_us(n, 0)) for n in (64, 256)]
+    points = {f"{kind} {way}": on_the_line for kind in KINDS for way in ("forward", "backward")}
     points["linear weight"] = [Point(n, 0, 0.75 * n + 2) for n in (64, 256)]
     points["loss weight"] = [Point(n, 0, 5 * n) for n in (64, 256)]
     return points

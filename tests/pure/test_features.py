@@ -13,10 +13,10 @@ TARGETS = [(feature, target) for feature in FEATURES for target in (feature.adop
 
 
 @pytest.mark.parametrize(("feature", "target"), TARGETS, ids=[target.rpartition(".")[2] for _, target in TARGETS])
-def test_a_row_names_functions_that_exist(feature: Feature, target: str):
+def test_a_row_names_functions_and_classes_that_exist(feature: Feature, target: str):
     module, _, function = target.removeprefix("megatron_epp.").partition(":")
     tree = ast.parse(modules()[module].read_text())
-    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def test_every_folder_has_a_row_and_every_row_says_what_it_gains():

@@ -323,11 +323,8 @@ def test_every_planned_action_is_one_box_at_the_simulators_time_and_the_counter_
     plan = sliced_plan(num_ranks=4, slices=3, batched=4)
     timeline = simulate(plan)
     boxes = {(e["pid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in on_stream(trace(plan), "planned compute")}
-    expected = {
-        (rank, str(step.action)): (timeline.start_us[rank][i], timeline.end_us[rank][i])
-        for rank, steps in enumerate(plan.ranks)
-        for i, step in enumerate(steps)
-    }
+    steps = [(rank, i, str(step.action)) for rank, row in enumerate(plan.ranks) for i, step in enumerate(row)]
+    expected = {(rank, name): (timeline.start_us[rank][i], timeline.end_us[rank][i]) for rank, i, name in steps}
     assert boxes.keys() == expected.keys()
     for key, times in expected.items():
         assert boxes[key] == pytest.approx(times)
@@ -375,7 +372,4 @@ def test_a_run_lies_beside_the_plan_in_the_same_process():
 def test_copies_run_on_a_stream_of_their_own():
     plan = with_offload(sliced_plan(), chunk=0)
     copies = on_stream(trace(plan), "planned copy")
-    assert [(e["pid"], e["name"], e["dur"]) for e in copies] == [
-        (0, "0O0", pytest.approx(50.0)),
-        (0, "0L0", pytest.approx(50.0)),
-    ]
+    assert [(e["pid"], e["name"], e["dur"]) for e in copies] == [(0, name, pytest.approx(50.0)) for name in ("0O0", "0L0")]

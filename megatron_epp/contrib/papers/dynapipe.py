@@ -22,8 +22,8 @@ from megatron_epp.contrib.papers.partition import Times, least_latency
 from megatron_epp.contrib.papers.slices import Slicer, slice_boundaries
 from megatron_epp.cost import Costs, causal_pairs
 from megatron_epp.plan import Action, Op
+from megatron_epp.plan.first_fit import joined, longest_first
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.planner.baselines.contest import joined, longest_first
 from megatron_epp.planner.chunks.chunker import round_up, slowest_line
 from megatron_epp.planner.order import Order, descending
 from megatron_epp.planner.tables import tabulate

@@ -21,8 +21,9 @@ from megatron_epp.contrib.papers.group_costs import GroupCosts, GroupedDecisions
 from megatron_epp.cost import Costs
 from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import Chunk, PlanError, Remedy, Segment
+from megatron_epp.plan.first_fit import longest_first
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.planner.baselines.contest import Contest, longest_first
+from megatron_epp.planner.baselines.contest import Contest
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import fit_recompute

@@ -11,9 +11,9 @@ import numpy as np
 from megatron_epp.contrib.papers.packing import PackedItem, pack
 from megatron_epp.cost import Costs, LinearTime, causal_pairs
 from megatron_epp.plan import Chunk
+from megatron_epp.plan.first_fit import joined, longest_first
 from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.spans import allowed_cuts, within
-from megatron_epp.planner.baselines.contest import joined, longest_first
 from megatron_epp.planner.chunks.chunker import Chunker, round_up
 
 

@@ -30,7 +30,6 @@ from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration.loggers import Totals
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
-from megatron_epp.mcore.model.kinds.experts import flex_backend
 from megatron_epp.mcore.model.stage import own_device
 from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
 from megatron_epp.mcore.training.nccl_settings import groups_in_use, link_options, reduce_once, time_limit
@@ -48,7 +47,6 @@ from megatron_epp.runtime.watchdog import Watchdog
 if TYPE_CHECKING:
     from megatron_epp.losses import Loss
     from megatron_epp.mcore.model.own_inputs import OwnInputs
-    from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +77,6 @@ class Run:
     groups: Groups
     link_options: Callable[[], Any] | None
     device: torch.device
-    exchange_buffer: ExchangeBuffer | None = None
-    """Buffer of the layers of experts, since `connect`; None without the flex dispatcher."""
     problem: Problem
     """Planning problem of every batch, without its lengths, since `settle`."""
     costs: PipelineCosts | None = None
@@ -166,11 +162,6 @@ class Run:
         """Make the groups over which these stages of the rank exchange messages."""
         self.stages = stages
         self.device = own_device()
-        modules = itertools.chain.from_iterable(stage.model.modules() for stage in stages.values())
-        if any(flex_backend(getattr(module, "config", None)) for module in modules):
-            from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
-
-            self.exchange_buffer = ExchangeBuffer((stage.model for stage in stages.values()), self.device)
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
         used = directions(self.placement.rank_of)
         # Megatron's function lists the groups whose time limit --distributed-timeout-seconds-after-init changes.
@@ -206,8 +197,8 @@ class Run:
             self.links.connect(self.device)
             # Megatron's too: some are used for the first time only in the optimizer's step, when caps have been settled.
             reduce_once(groups_in_use(self.args), self.device)
-            if self.exchange_buffer is not None:
-                self.exchange_buffer.allocate()
+            for feature in self.features:
+                feature.allocate()
 
     def settle(
         self,
@@ -243,6 +234,8 @@ class Run:
                 # Not with times by formula, which are not this machine's: stages would be named slow without being so.
                 if learns or self.args.epp_costs != "analytic":
                     self.watch = StageWatch(self.rank, ObjectGroup.create(self.links.control.ranks, self.groups))
+                for feature in self.features:
+                    feature.settled(self.costs)
             finally:
                 self._step = None
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.refusals import splits_weights
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.data.documents import build_document_iterators
@@ -31,9 +30,6 @@ from megatron_epp.mcore.model.losses import average_router_losses, report_of
 from megatron_epp.mcore.model.stage import MegatronStage, timed
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.plan import EppError
-
-if TYPE_CHECKING:
-    from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +135,6 @@ def run_batch(
     with run.telling_others():
         for feature in run.features:
             feature.before(batch)
-        _warm_up_attention(run, batch)
-        if run.exchange_buffer is not None and run.exchange_buffer.follows_chunks:
-            _reserve_exchange_buffer(run, batch, run.exchange_buffer)
         _run_on_rank(run, models, batch, report, reduces)
         for problem in filter(None, (stage.problem for stage in run.stages.values())):
             on_not_finite(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
@@ -210,25 +203,6 @@ def _run_on_rank(
     run_plan(run, models, batch.plan, report, reduction, begin, program, inputs)
     for stage in run.stages.values():
         stage.end()
-
-
-def _warm_up_attention(run: SlicedRun, batch: GlobalBatch) -> None:
-    """Build kernel plans for chunks of new shapes, on all ranks at once."""
-    if run.warm_up is not None and batch.plan is not None:
-        with run.watching("warms up attention"):
-            layouts = batch.prepared.program.layouts
-            attends_again = any(recompute.attention_layers for row in batch.plan.recompute for recompute in row)
-            run.warm_up.before(layouts, attends_again)
-
-
-def _reserve_exchange_buffer(run: SlicedRun, batch: GlobalBatch, buffer: ExchangeBuffer) -> None:
-    """Allocate what HybridEP needs for the largest chunk of all ranks that share experts, if it has less, or too much."""
-    plan = batch.plan
-    assert plan is not None
-    largest = max(plan.padded_tokens(chunk) for chunk in range(len(plan.chunks)))
-    spare_bytes = plan.cap_bytes[run.rank] - plan.predicted.peak_bytes[run.rank]
-    with run.watching("waits for the largest chunk of ranks that share experts"):
-        buffer.reserve(largest // token_shards(run.args), spare_bytes)
 
 
 def _loss_on_last_rank(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:

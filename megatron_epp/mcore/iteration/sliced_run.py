@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,6 @@ from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
 from megatron_epp.mcore.model import rotary
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import block_loss
-from megatron_epp.mcore.model.core_attention import relay_of
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.stage import MegatronStage, StageEnds
 from megatron_epp.mcore.patches import fingerprints, patching
@@ -40,7 +39,6 @@ from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
 from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.port.packed import PackedPlans
 from megatron_epp.port.planning import BackgroundPlanner, PlanningProcess
-from megatron_epp.runtime.attention.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
 from megatron_epp.runtime.recorder import Recorder
 
@@ -62,8 +60,6 @@ class SlicedRun(Run):
     learning: CostLearning | None = None
     """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
     learnt_planner: LearntPlanner | None = None
-    warm_up: KernelWarmUp | None = None
-    """Warm-up of this rank's attention; None before `attach`, and if there is nothing to warm up."""
     inputs: RankInputs | None = None
     """Upload of batches to this rank's device; None before `attach`."""
     untrained_batches = 0
@@ -98,7 +94,6 @@ class SlicedRun(Run):
             learns = self.args.epp_costs == "learn"
             self.settle(self._prior, learns, resume=with_times)
             assert self.costs is not None
-            self.warm_up = _warm_up(self.args, self.stages, self.device, self.costs)
             if learns and self.saved_costs is None:
                 self.learnt_planner = LearntPlanner(self.args.epp_lookahead)
                 note = f"; plans are made from these costs from batch {self.learnt_planner.first_batch} on"
@@ -236,22 +231,6 @@ class SlicedRun(Run):
             raise DisagreementError(
                 f"replicas divide a batch differently (checksums {checksums}). All need the same data, seed, software and costs"
             )
-
-
-def _warm_up(
-    args: argparse.Namespace, stages: Mapping[int, MegatronStage], device: torch.device, costs: PipelineCosts
-) -> KernelWarmUp | None:
-    """Return the warm-up of attention in a rank's stages; None if none of them needs one."""
-    heads = dict[Heads, None]()
-    for number, stage in stages.items():
-        kv = costs.stages[number].kv
-        kv_heads = kv.expanded_heads or kv.heads
-        for part in filter(None, map(relay_of, stage.decoder.modules())):
-            sizes = kv_heads * kv.queries_per_key, kv_heads, part.channels, part.config.params_dtype, device, part.scale
-            more = part.preference, part.value_channels, kv.expanded_heads > 0, part.window, part.has_sinks
-            heads[Heads(*sizes, *more)] = None
-    kernel_warm_up = KernelWarmUp(tuple(heads), args.seq_length, args.epp_warm_up, offloads(args))
-    return kernel_warm_up if kernel_warm_up.is_active else None
 
 
 def _summary(lengths: tuple[int, ...]) -> str:

@@ -20,7 +20,7 @@ from megatron_epp.mcore.model.stage import ChunkInputs
 from megatron_epp.mcore.patches.routers import chunk_of
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.baselines.contest import pack_whole
+from megatron_epp.plan.first_fit import pack_whole
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext

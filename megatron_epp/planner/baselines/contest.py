@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy, Segment
+from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
+from megatron_epp.plan.first_fit import first_fit, joined, longest_first
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, round_up
 from megatron_epp.planner.decisions import Decisions
@@ -19,10 +19,7 @@ from megatron_epp.planner.validation import require_one_stage_per_rank
 
 
 class Contest:
-    """Candidates for one batch: the fastest that fits so far, and where none fits the smallest cap that would suffice.
-
-    Without `any_placement`, several stages per rank raise `PlanError`.
-    """
+    """Candidates for one batch: the fastest that fits so far, and where none fits the smallest cap that would do."""
 
     def __init__(self, problem: Problem, costs: Costs, options: Options, *, any_placement: bool = False) -> None:
         if not any_placement:
@@ -47,6 +44,7 @@ class Contest:
         return True
 
     def would_do(self, cap: int) -> None:
+        """Record a cap, in bytes per rank, under which some candidate fits."""
         self.needed_bytes = min(cap, self.needed_bytes or cap)
 
     def result(self) -> Decisions:
@@ -59,71 +57,22 @@ class Contest:
 def own_recompute_only(options: Options) -> None:
     """Raise `PlanError` if the user fixed the recompute that a planner chooses itself."""
     if options.recompute != "auto":
-        raise PlanError(
-            f"planner {options.planner!r} chooses recompute itself; it cannot take {options.recompute} layers",
-            Remedy("set", "recompute", "auto"),
-        )
+        text = f"planner {options.planner!r} chooses recompute itself; it cannot take {options.recompute} layers"
+        raise PlanError(text, Remedy("set", "recompute", "auto"))
 
 
 def context_tokens(problem: Problem, options: Options) -> int:
-    """Tokens of a row, padding included: the context length, or the longest sequence where none is given. Raises
-    `InfeasibleError` if a sequence is longer.
-    """
+    """Return the tokens of a row, padded: the context, or the longest sequence. Raises `InfeasibleError` for a longer one."""
     longest = max(problem.lengths)
     context = longest if options.context is None else options.context
     if longest > context:
-        raise InfeasibleError(
-            f"planner {options.planner!r} does not cut sequences: one of {longest} tokens does not fit rows of {context}",
-            Remedy("raise", "context", longest),
-        )
+        text = f"planner {options.planner!r} does not cut sequences: one of {longest} tokens does not fit rows of {context}"
+        raise InfeasibleError(text, Remedy("raise", "context", longest))
     return round_up(context, problem.token_multiple)
 
 
-def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken: Iterable[int] = ()) -> list[list[int]]:
-    """Put each sequence, in this order, into the first bin with room; one above `room` has a bin of its own. Returns the
-    sequences of each bin, in the order given; then the new bins that it took.
-    """
-    left = [room - tokens for tokens in taken]
-    held: list[list[int]] = [[] for _ in left]
-    for q in sequences:
-        at = next((at for at, free in enumerate(left) if lengths[q] <= free), None)
-        if at is None:
-            at = len(held)
-            held.append([])
-            left.append(room)
-        held[at].append(q)
-        left[at] -= lengths[q]
-    return held
-
-
-def joined(boundaries: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:
-    """Chunk table of slices and whole sequences.
-
-    `boundaries` are of every sliced sequence in forward order: its start, and the end of each slice. `held` are whole sequences
-    that follow the tail slice of each of these, then the sequences of every batched chunk.
-    """
-    whole = (tuple(Segment(q, 0, lengths[q]) for q in sequences) for sequences in held)
-    chunks: list[Chunk] = []
-    for q, ends in boundaries.items():
-        *parts, tail = ((Segment(q, start, end),) for start, end in pairwise(ends))
-        chunks += [*map(Chunk, parts), Chunk(tail + next(whole))]
-    return (*chunks, *map(Chunk, whole))
-
-
-def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Positions of the sequences by falling length; of equally long ones the first in the batch comes first."""
-    return sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
-
-
-def pack_whole(lengths: Sequence[int], room: int) -> tuple[Chunk, ...]:
-    """Whole sequences in rows of at most `room` tokens: first fit, longest first. One that is longer has a row of its own."""
-    return joined({}, first_fit(longest_first(lengths), lengths, room), lengths)
-
-
 def even_rows(lengths: Sequence[int], work: Sequence[float], room: int, count: int) -> tuple[Chunk, ...] | None:
-    """Put whole sequences, the one with the most `work` first, into rows of up to `room` tokens, each into the row with the
-    least so far; None where a row would be empty or too long.
-    """
+    """Put whole sequences, by falling work, into the row with the least so far; None where a row would be empty or too long."""
     rows: list[list[int]] = [[] for _ in range(count)]
     loads, tokens = [0.0] * count, [0] * count
     for q in sorted(range(len(lengths)), key=lambda q: (-work[q], q)):
@@ -140,10 +89,9 @@ def even_rows(lengths: Sequence[int], work: Sequence[float], room: int, count: i
 def fixed_size_chunks(lengths: Sequence[int], size: int, *, standalone: bool = False) -> tuple[Chunk, ...]:
     """Slices of `size` tokens, sequences with the most slices first, and short sequences, first fit.
 
-    With `standalone` short sequences have chunks of their own, the longest first; else they also fill up the last slices, in
-    batch order. No chunk has more than `size` tokens.
+    In batch order, short ones fill up the last slices too; `standalone` ones, longest first, have chunks of their own.
     """
-    sequences = sorted(range(len(lengths)), key=lambda q: -lengths[q] if standalone else 0)
+    sequences = longest_first(lengths) if standalone else range(len(lengths))
     long = sorted((q for q in sequences if lengths[q] > size), key=lambda q: -(-lengths[q] // size), reverse=True)
     boundaries = {q: [*range(0, lengths[q], size), lengths[q]] for q in long}
     tails = [size if standalone else lengths[q] - boundaries[q][-2] for q in long]

@@ -1,7 +1,7 @@
 """1F1B (PipeDream-Flush, arXiv 2006.09503, section 3.1) over slices of sequences: Seq1F1B (2406.03488, section 3).
 
-`seq1f1b` is the paper's: chunks of one size and uniform recompute. `1f1b-sliced` (`contrib/papers/sliced_1f1b.py`) keeps the
-order alone: chunks take equal time, and recompute is chosen for every batch.
+Two planners have this order. `seq1f1b` is the paper's: chunks of one size and uniform recompute. `1f1b-sliced`
+(`contrib/papers/sliced_1f1b.py`) keeps the order alone: chunks take equal time, and recompute is chosen for every batch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_epp.planner.tables import tabulate
 def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Cut what is longer than the chunk size, pack the rest up to it; the least uniform recompute that fits; the best size.
 
-    A real run fixes one size for all batches; here every batch gets its own best of about ten, which favours the baseline. With
-    `options.chunk_tokens` that is the size. Raises `InfeasibleError` if no size fits the cap.
+    A real run fixes one size for all batches; here every batch gets its own best of about ten, which favours the baseline.
+    Raises `InfeasibleError` if no size fits the cap, even with all layers recomputed.
     """
     contest = Contest(problem, costs, options)
     for size in chunk_sizes(problem, options):
@@ -47,13 +47,12 @@ def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: i
 def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only: bool = False) -> Order:
     """Seq1F1B's order: ``num_stages - rank - 2 + n`` warm-up forwards, then one forward, one backward, then what is left.
 
-    A group has a sequence's chunks in token order, n at most, or a batched chunk; with one each this is 1F1B. Groups run one by
-    one, forwards ascending, backwards descending. Most chunks alive on a rank: ``num_stages - rank - 1 + n``.
+    `groups` has each sequence's chunks in token order, and n is the most of any; batched chunks stand alone, and with these
+    only it is 1F1B. Forwards ascend in a group, backwards descend. A rank has at most ``num_stages - rank - 1 + n`` chunks
+    alive.
     """
     window = max(map(len, groups))
     ascending = [c for group in groups for c in group]
     backwards = [] if forward_only else descending(groups)
-    return tuple(
-        one_each(actions(Op.F, stage, ascending), actions(Op.B, stage, backwards), num_stages - stage - 2 + window)
-        for stage in range(num_stages)
-    )
+    rows = ((actions(Op.F, stage, ascending), actions(Op.B, stage, backwards)) for stage in range(num_stages))
+    return tuple(one_each(*row, num_stages - stage - 2 + window) for stage, row in enumerate(rows))

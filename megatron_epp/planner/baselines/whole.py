@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from megatron_epp.cost import Costs
 from megatron_epp.cost.blocks import LAYER, PREDICTION
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError, Remedy
+from megatron_epp.plan.first_fit import pack_whole
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.planner.baselines.contest import Contest, context_tokens, even_rows, pack_whole
+from megatron_epp.planner.baselines.contest import Contest, context_tokens, even_rows
 from megatron_epp.planner.baselines.seq1f1b import enter_uniform, seq1f1b_order
 from megatron_epp.planner.chunks.chunker import round_up, whole_sequences
 from megatron_epp.planner.decisions import Decisions
@@ -23,23 +24,23 @@ from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.validation import require_whole
 
-MLP_AGAIN = ("mlp",)
-"""Recompute of norms and MLPs or experts, which Megatron has for all layers or none."""
+MLP_AGAIN = ("mlp",)  # recompute of norms and MLPs or experts, which Megatron has for all layers or none
 
 
 @dataclass(frozen=True, slots=True)
 class UniformDecisions(Decisions):
     """Decisions by which all layers recompute in groups (method ``uniform``): a backward keeps a group's input, and has the
-    activations of one group at a time. Recompute steps are of groups of so many layers, also a stage's last.
+    activations of one group at a time. Recompute steps are of groups.
     """
 
-    group: int = 1
+    group: int = 1  # layers of each; a stage's last may have fewer, and counts as if it had as many as the others
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
         return Decisions.tables(self, problem, _of_groups(costs, self.group))
 
 
 def _of_groups(costs: Costs, group: int) -> Costs:
+    """Return costs with so many layers counted as one."""
     stages = []
     for stage in costs.stages:
         own, groups = stage.layers, -(-stage.num_layers // group)
@@ -53,9 +54,9 @@ def _of_groups(costs: Costs, group: int) -> Costs:
 def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """One sequence per micro-batch, in batch order, each padded to `options.context`; the least uniform recompute that fits.
 
-    The plan says so by its token multiple, which is the context length: padding takes time and memory, and travels in the
-    messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here. Raises
-    `InfeasibleError` if a row does not fit the cap, a sequence the context, or the context `chunk_tokens`.
+    The plan says so by its token multiple: padding takes time and memory, and travels in the messages, like any token; only
+    attention is cheaper than in the original. Raises `InfeasibleError` if no recompute fits, or a sequence is longer than a
+    row.
     """
     contest = Contest(problem, costs, options)
     row = context_tokens(problem, options)
@@ -67,15 +68,13 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
 def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Megatron's 1F1B at its best, interleaved where ranks have several stages, of rows up to `options.context` tokens.
 
-    Rows have whole sequences: first fit, longest first, or about equal work. Several stages per rank need as many rows as ranks
-    (`rows_together`). Recompute is the fastest that fits of what Megatron's flags say: none, norms and MLPs or experts in all
-    layers (``recompute_modules`` of selective recompute), or the least number of whole layers of every stage (method
-    ``block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
+    Rows are by first fit, longest first, or of about equal work. Recompute is the fastest that fits of what Megatron's flags
+    say: none, norms and MLPs or experts in all layers (``recompute_modules``), or the least number of whole layers of every
+    stage (method ``block``). Recompute of core attention alone frees next to nothing behind a fused kernel.
 
     Kinder than the original: rows are not padded, sequences of a row do not attend to each other, and the number of rows suits
-    each batch. With `options.chunk_tokens` no row is longer than that. Raises `InfeasibleError` if no row fits the cap, a
-    sequence is longer than rows may be, or several stages per rank have too few sequences, and `PlanError` if stages are placed
-    otherwise than Megatron places them.
+    each batch. Raises `InfeasibleError` if no row fits the cap, or there are fewer rows than ranks (`rows_together`), and
+    `PlanError` if stages are placed otherwise than Megatron places them.
     """
     return packed_contest(problem, costs, options).result()
 
@@ -127,7 +126,7 @@ def packed_contest(
 
 
 def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterator[tuple[Chunk, ...]]:
-    """Yield rows of up to `row` tokens and about equal work: as many as first fit needs, and next multiples of the ranks."""
+    """Yield rows of about equal work: as many as first fit needs, and the next two multiples of the ranks."""
     work, ranks = sequence_work(problem, costs), problem.num_ranks
     multiple = -(-count // ranks) * ranks
     for number in dict.fromkeys((count, multiple, multiple + ranks)):
@@ -136,12 +135,11 @@ def _even_tables(problem: Problem, costs: Costs, row: int, count: int) -> Iterat
 
 
 def rows_together(rows: int, ranks: int) -> int:
-    """Return the least number of rows that may stay together by Megatron's rule: none, or as many as ranks, are left."""
+    """Return the fewest rows that may stay together on a stage: Megatron leaves over none, or as many as ranks."""
     return next(size for size in range(ranks, rows + 1) if rows % size == 0 or rows % size >= ranks)
 
 
 def megatron_order(chunks: tuple[Chunk, ...], problem: Problem, own: Placement) -> Order:
-    """Return Megatron's order of rows: 1F1B, with several stages per rank its interleaved schedule."""
     groups = slice_groups(chunks, problem.loss_groups)
     if own.num_chunks == 1:
         return seq1f1b_order(groups, problem.num_stages, problem.forward_only)
@@ -152,10 +150,7 @@ def megatron_order(chunks: tuple[Chunk, ...], problem: Problem, own: Placement) 
 
 
 def _enter_megatron(contest: Contest, chunks: tuple[Chunk, ...], own: Placement, in_groups: bool) -> None:
-    """Judge rows with no recompute, and if that does not fit with the kinds that Megatron has.
-
-    Groups of layers take as long as all layers by themselves, so they are tried only where these do not fit.
-    """
+    """Judge rows without recompute, else with Megatron's kinds, groups of layers last."""
     problem, costs, order = contest.problem, contest.costs, megatron_order(chunks, contest.problem, own)
     most, tables = max(costs.num_layers), contest.tables(chunks)
     fixed = 0 if problem.forward_only else contest.options.recompute
@@ -190,9 +185,7 @@ def _enter_by_chunk(contest: Contest, chunks: tuple[Chunk, ...], order: Order) -
 
 
 def whole_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Whole sequences, one per chunk in batch order, whatever `slices` says; recompute as the caps ask for. Raises
-    `InfeasibleError` if a sequence does not fit the cap, or is longer than `chunk_tokens`.
-    """
+    """Whole sequences, one per chunk in batch order; recompute as the caps ask for. Raises `InfeasibleError`."""
     contest = Contest(problem, costs, options)
     require_whole(options, round_up(max(problem.lengths), problem.token_multiple))
     chunks = arranged(whole_sequences(problem.lengths), problem.loss_groups)

@@ -14,13 +14,10 @@ from megatron_epp.tools.advice.judge import Judged, Parts
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.report.text import format_us, table
 
-_NOTICED = 0.005
-"""Share of the best step's time that a part must take longer to be named as the reason."""
+_NOTICED = 0.005  # share of the best step's time that a part must take longer to be named as the reason
 _WIDTH = 128
-_LINES = 6
-"""Number of configurations of a kind that are listed unless all are requested."""
-_USUAL = {"EP": "1", "VPP": "1", "latents": ""}
-"""Columns that are left out where every configuration has this."""
+_LINES = 6  # number of configurations of a kind that are listed unless all are requested
+_USUAL = {"EP": "1", "VPP": "1", "latents": ""}  # columns that are left out where every configuration has this
 _READ = (
     "Layers are those of the stages in order: 2x3+4 are two stages of 3 and one of 4. Percentages are of a step. Waiting: a "
     f"replica that has finished its part of the batch waits until the slowest one has. Of those within {CLOSE:.0%} of the "
@@ -62,7 +59,6 @@ def _wrapped(text: str) -> str:
 
 
 def _asked(question: Question) -> str:
-    """Describe the machine and the batch."""
     node, lengths = question.cluster.devices_per_node, question.lengths
     nodes = f", nodes of {node}" if question.devices > node else ""
     cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
@@ -128,32 +124,23 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     config, plan = entry.config, entry.plan
     sizes = (("TP", config.tensor), ("CP", config.context), ("EP", config.expert), ("ETP", config.expert_tensor))
     sharing = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
-    crosses = question.shape(config).neighbours > question.cluster.devices_per_node
-    chunk_tokens = sum(plan.lengths) // len(plan.chunks)
-    each = f", {chunk_tokens // config.ranks:,} on each of the {config.ranks} devices that share it (TP x CP)"
-    few = (
-        f": its {len(plan.chunks)} chunks have {chunk_tokens:,} tokens on average{each * (config.ranks > 1)}, and kernels are "
-    )
+    crosses = " across nodes" * (question.shape(config).neighbours > question.cluster.devices_per_node)
+    tokens, count = sum(plan.lengths), len(plan.chunks)
+    each = f", {tokens // count // config.ranks:,} on each of the {config.ranks} devices that share it (TP x CP)"
+    chunks = f"its {count} chunks have {tokens // count:,} tokens on average{each * (config.ranks > 1)}"
     room_bytes = min(cap - static for cap, static in zip(plan.cap_bytes, plan.static_bytes, strict=True))
     longest = f": the longest document has {max(question.lengths):,} tokens, where a fair share has "
     return {
-        "compute_us": ("computing takes", few + "slower per token the fewer they are"),
-        "exchange_us": (f"exchange within {sharing}{' across nodes' if crosses else ''} takes", ""),
+        "compute_us": ("computing takes", f": {chunks}, and kernels are slower per token the fewer they are"),
+        "exchange_us": (f"exchange within {sharing}{crosses} takes", ""),
         "recompute_us": ("recompute takes", f", as weights and optimizer leave {format_bytes(room_bytes)} for activations"),
-        "bubble_us": (
-            f"the bubble of a pipeline of {config.pipeline} is",
-            f", with {sum(plan.lengths):,} tokens for each replica",
-        ),
-        "waiting_us": (
-            f"{config.data} replicas wait for the slowest for",
-            f"{longest}{question.tokens // config.data:,}",
-        ),
+        "bubble_us": (f"the bubble of a pipeline of {config.pipeline} is", f", with {tokens:,} tokens for each replica"),
+        "waiting_us": (f"{config.data} replicas wait for the slowest for", f"{longest}{question.tokens // config.data:,}"),
         "reduction_us": (f"reducing gradients over {config.context * config.data} ranks takes", ""),
     }[name]
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """Return every figure, with units in the names."""
     best, question, plain = advice.best[0], advice.question, advice.plain
 
     def timed(config: Configuration, step_us: float) -> dict[str, Any]:

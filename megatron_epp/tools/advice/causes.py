@@ -35,30 +35,21 @@ CAUSES = (
     "vocabulary over all ranks, weight gradients apart",
 )
 """Differences of plans from 1F1B of even layers on one stage per rank, whose rows of the context are packed by first fit."""
-BY_FLAGS = 2
-"""Number of causes, the first, that Megatron's own flags and data bring."""
+BY_FLAGS = 2  # number of causes, the first, that Megatron's own flags and data bring
 PLANNER = "1f1b-packed"
-STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
-"""Stages per rank that are tried for Megatron, where there are layers for them."""
-_CONTEXTS = (2, 4, 8)
-"""Lengths of rows that are tried besides the context, in contexts, as long as longer ones are faster."""
+STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried for Megatron, where there are layers for them
+_CONTEXTS = (2, 4, 8)  # lengths of rows that are tried besides the context, in contexts, as long as longer ones are faster
 _MOVES, _TARGETS = 2, 4
 """Most moves of a layer to another rank that are made from the best layout, and the layouts that are tried for each."""
 
 
 class Stock(NamedTuple):
-    """Rows of whole sequences in Megatron's order, by the time of a step.
+    """Rows of whole sequences in Megatron's order, by the time of a step."""
 
-    Attributes:
-        step_us: of the pipeline's rows, and what a step has besides.
-        layout: of the stages.
-        row_tokens: most of a row.
-        problem, costs, decisions: of the replica that takes longest; recompute is uniform, or of each row.
-    """
-
-    step_us: float
-    layout: Layout
-    row_tokens: int
+    step_us: float  # of the pipeline's rows, and what a step has besides
+    layout: Layout  # of the stages
+    row_tokens: int  # most of a row
+    # problem, costs, decisions: of the replica that takes longest; recompute is uniform, or of each row
     problem: Problem
     costs: PipelineCosts
     decisions: Decisions
@@ -81,43 +72,27 @@ class Stock(NamedTuple):
         return f"recompute of {'norms and MLPs' if self.decisions.modes == MLP_AGAIN else f'{layers} of each stage'}"
 
 
-Steps = tuple[Stock | None, ...]
-"""A step before any cause and with each of the first three; None where nothing fits."""
+Steps = tuple[Stock | None, ...]  # A step before any cause and with each of the first three; None where nothing fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockChoices:
-    """A batch at given parallel sizes, and what may be chosen for it.
+    """A batch at given parallel sizes, and what may be chosen for it."""
 
-    Attributes:
-        problems: of the replica that takes longest: sequences dealt by count first, then divided by work; one if equal.
-        costs_of: costs of a layout without a loss by blocks.
-        own_costs_of: costs of a layout as plans have them.
-        num_layers: of the model.
-        context: tokens of a row that Megatron packs by default.
-        options: of the plans.
-        counts: stages per rank that Megatron may have.
-        layouts: more layouts to try, of which those count that its flags can say.
-        added_us: time of a step besides the pipeline's with a layout.
-    """
-
+    # Of the replica that takes longest: sequences dealt by count first, then divided by work; one if equal
     problems: tuple[Problem, ...]
-    costs_of: CostsOf
-    own_costs_of: CostsOf
-    num_layers: int
-    context: int
-    options: Options
+    costs_of: CostsOf  # costs of a layout without a loss by blocks
+    own_costs_of: CostsOf  # costs of a layout as plans have them
+    num_layers: int  # of the model
+    context: int  # tokens of a row that Megatron packs by default
+    options: Options  # of the plans
     even: Layout
-    counts: Sequence[int] = STAGES_PER_RANK
-    layouts: tuple[Layout, ...] = ()
-    added_us: Callable[[Layout], float] = lambda _: 0.0
+    counts: Sequence[int] = STAGES_PER_RANK  # stages per rank that Megatron may have
+    layouts: tuple[Layout, ...] = ()  # more layouts to try, of which those count that its flags can say
+    added_us: Callable[[Layout], float] = lambda _: 0.0  # time of a step besides the pipeline's with a layout
 
     def steps(self, *, even_only: bool = False) -> Steps:
-        """Return the steps before any cause, with layers and virtual stages, and with packing.
-
-        Args:
-            even_only: the layout stays that of even layers on one stage per rank.
-        """
+        """Return the steps before any cause, with layers and virtual stages (unless `even_only`), and with packing."""
         layouts = [self.even] if even_only else [*dict.fromkeys((self.even, *self._balanced(), *self.layouts))]
         dealt, by_work = self.problems[0], self.problems[-1]
         first = [self._at(layout, dealt, self.context, first_fit=True) for layout in layouts]
@@ -201,7 +176,6 @@ def fastest(*steps: Stock | None) -> Stock | None:
 
 
 def stock_text(stock: Stock) -> str:
-    """Describe Megatron's own schedule: stages, rows and recompute."""
     placement = stock.layout.placement
     stages = f"{placement.num_chunks} stages" if placement.num_chunks > 1 else "one stage"
     return (
@@ -228,7 +202,6 @@ class Gain:
         return self.steps_us[BY_FLAGS] / self.steps_us[-1]
 
     def as_json(self) -> dict[str, Any]:
-        """Return every figure; None in place of what is infinite."""
         return {
             "causes": [{"cause": cause, "factor": _finite(factor)} for cause, factor in zip(CAUSES, self.factors, strict=True)],
             "steps_us": [*map(_finite, self.steps_us)],
@@ -236,7 +209,6 @@ class Gain:
         }
 
     def lines(self) -> list[str]:
-        """Return a table of causes, whose factors multiply to the last."""
         known = [step_us for step_us in self.steps_us if math.isfinite(step_us)]
         rows = [(cause, _times(factor)) for cause, factor in zip(CAUSES, self.factors, strict=True)]
         before = "1F1B of even layers, one stage per rank" if known[0] == self.steps_us[0] else "the first that fits"
@@ -255,10 +227,7 @@ def _times(factor: float) -> str:
 
 def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf, *, halves: bool) -> list[Layout]:
     """Return layouts with the vocabulary on the last stage to plan in place of one that may divide it: the same layers, and
-    where it does layers levelled anew, since the last stage then has more to do.
-
-    Args:
-        halves: stages may begin inside a layer.
+    layers levelled anew where it does, since the last stage then has more to do.
     """
     plain = replace(layout, shards_vocabulary=False)
     if plain == layout:
@@ -268,11 +237,8 @@ def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf, *, halve
 
 
 def gain_of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> Gain:
-    """Return the gain of plans.
+    """Return the gain, given the steps before any cause and with the first three.
 
-    Args:
-        steps: the steps before any cause and with the first three.
-        whole_us: of a step by plans with the vocabulary on the last stage and weight gradients within backwards.
-        best_us: of a step by plans with every cause.
+    `whole_us` is of plans with the vocabulary on the last stage and weight gradients within backwards, `best_us` of all.
     """
     return Gain((*(math.inf if step is None else step.step_us for step in steps), whole_us, best_us))

@@ -26,41 +26,25 @@ from megatron_epp.tools.advice.judge import (
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.layouts.layout_choice import choose, least_gain_of_split
 
-SEARCHED = 6
-"""Number of configurations for whose sizes a layout is searched: the ones with the best rough plans."""
-PLANNED = 12
-"""Number of configurations that are evaluated exactly."""
-COMPARED = 6
-"""Number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B."""
-TIE = 0.03
-"""Share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good."""
+SEARCHED = 6  # number of configurations for whose sizes a layout is searched: the ones with the best rough plans
+PLANNED = 12  # number of configurations that are evaluated exactly
+COMPARED = 6  # number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B
+TIE = 0.03  # share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good
 CLOSE = 0.02
 """Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
-_MOST_TIMES = 8
-"""Largest factor by which more devices are proposed where nothing fits."""
-_NEAR = 8
-"""Number of refused configurations among which the one nearest to fitting is searched."""
+_MOST_TIMES = 8  # largest factor by which more devices are proposed where nothing fits
+_NEAR = 8  # number of refused configurations among which the one nearest to fitting is searched
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Result of the search.
-
-    Attributes:
-        question: input of the search.
-        best: configurations evaluated exactly, the best first; never empty.
-        slower: configurations ruled out by a rough plan, the best first.
-        refused: configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out.
-        plain: Megatron's own 1F1B at its best configuration; None if it fits no configuration.
-        gain: of the best over 1F1B, divided by cause.
-    """
-
-    question: Question
-    best: tuple[Judged, ...]
-    slower: tuple[Judged, ...]
+    question: Question  # input of the search
+    best: tuple[Judged, ...]  # configurations evaluated exactly, the best first; never empty
+    slower: tuple[Judged, ...]  # configurations ruled out by a rough plan, the best first
+    # Configurations that cannot run, the nearest to fitting first, then the sizes that were ruled out
     refused: tuple[Misfit, ...]
-    plain: Baseline | None
-    gain: Gain
+    plain: Baseline | None  # Megatron's own 1F1B at its best configuration; None if it fits no configuration
+    gain: Gain  # of the best over 1F1B, divided by cause
 
     @property
     def plain_is_as_good(self) -> bool:
@@ -75,12 +59,9 @@ class NothingFitsError(InfeasibleError):
 
 
 def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
-    """Search for the best, deterministically.
+    """Search for the best, deterministically. Raises `NothingFitsError`.
 
     Rough plans are without offload where anything fits without, since offload takes long to plan; the best are planned with it.
-
-    Raises:
-        NothingFitsError: no configuration can run.
     """
     configs, refused = candidates(question)
     search = _Search(replace(question, options=replace(question.options, offload=False)), say)
@@ -96,20 +77,12 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
     ranked = _simplest_first(search.exact)
     plain, gain = search.compare(question, ranked)
     planned = {entry.config for entry in search.exact}
-    slower = [entry for entry in search.entries if entry.config not in planned]
-    return Advice(
-        question=question,
-        best=tuple(ranked),
-        slower=tuple(sorted(slower, key=_speed)),
-        refused=(*sorted(search.refused, key=lambda refusal: refusal.needed_bytes), *refused),
-        plain=plain,
-        gain=gain,
-    )
+    slower = sorted((entry for entry in search.entries if entry.config not in planned), key=_speed)
+    refusals = *sorted(search.refused, key=lambda refusal: refusal.needed_bytes), *refused
+    return Advice(question, tuple(ranked), tuple(slower), refusals, plain, gain)
 
 
 class _Search:
-    """State of the search: results found so far."""
-
     def __init__(self, question: Question, say: Callable[[str], None]) -> None:
         self.question, self.say = question, say
         self.entries: list[Judged] = []
@@ -178,8 +151,7 @@ class _Search:
     def compare(self, question: Question, ranked: list[Judged]) -> tuple[Baseline | None, Gain]:
         """Search for the best that Megatron's own 1F1B can do, and divide the gain of the first plan over it by cause.
 
-        Layers and virtual stages are searched at the sizes of the fastest plans, and at those where 1F1B of even layers comes
-        nearest; every cause is taken at the sizes that suit it best.
+        Layers and virtual stages are searched where plans are fastest, and where 1F1B of even layers comes nearest.
         """
         best = ranked[0]
         near = sorted(self.steps, key=lambda sizes: (_packed_us(self.steps[sizes]), sizes))
@@ -212,7 +184,6 @@ class _Search:
 
 
 def _sizes(config: Configuration) -> Configuration:
-    """Return the parallel sizes alone."""
     return replace(config, virtual=1, placement="looped", layers=(), shards_vocabulary=False, latents="")
 
 

@@ -11,10 +11,9 @@ from megatron_epp.tools.advice.question import Configuration, Question
 
 
 def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
-    """All configurations with one stage on each rank and even layers, and the sizes that were refused.
+    """Return all configurations of even layers on one stage per rank, and the sizes that were refused.
 
-    Tensor- and context-parallel sizes are powers of two. Tensor parallelism stays inside a node; the pipeline takes any divisor
-    of the devices.
+    Tensor- and context-parallel sizes are powers of two, tensor parallelism stays inside a node.
     """
     configs: list[Configuration] = []
     refused: dict[str, str] = {}
@@ -28,7 +27,8 @@ def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
                 no_share = f"{tensor * context} ranks cannot share key heads of gated delta nets ({nets.key_heads})"
                 refused.setdefault("TP x CP", no_share)
                 continue
-            for pipeline in _sizes(question, "pipeline", _divisors(question.devices // (tensor * context))):
+            rest = question.devices // (tensor * context)
+            for pipeline in _sizes(question, "pipeline", [size for size in range(1, rest + 1) if rest % size == 0]):
                 ranks = tensor * context * pipeline
                 if question.devices % ranks:
                     continue
@@ -60,7 +60,6 @@ def _tensor_refusal(question: Question, tensor: int) -> tuple[str, str] | None:
 
 
 def _config_refusal(question: Question, config: Configuration) -> tuple[str, str] | None:
-    """Return the size that rules a configuration out, and the reason; None if it is possible."""
     num_layers, batch = int(question.flags["num_layers"]), len(question.lengths)
     if config.pipeline > num_layers:
         return f"PP above {num_layers}", f"there are {num_layers} layers only"
@@ -91,10 +90,6 @@ def _sizes(question: Question, name: str, usual: list[int]) -> list[int]:
 
 def _powers(most: int) -> list[int]:
     return [1 << power for power in range(max(1, most).bit_length())]
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def check_devices(question: Question) -> None:

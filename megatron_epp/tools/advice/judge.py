@@ -12,7 +12,7 @@ from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.plan_figures import busy_us
-from megatron_epp.plan.problem import Share, by_count
+from megatron_epp.plan.problem import Problem, Share, by_count
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import plan
 from megatron_epp.planner.estimate import about_us, estimate_us, rough_plan
@@ -26,29 +26,19 @@ from megatron_epp.tools.formulas.analytic import exchange_line
 
 _EXCHANGES = 8
 """Largest number of exchanges of sequences between replicas, judged by estimates, before their shares are planned."""
-_PLANNED = 4
-"""Largest number of groups of replicas of a configuration that are planned: the ones estimated to take longest."""
+_PLANNED = 4  # largest number of groups of replicas of a configuration that are planned: the ones estimated to take longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Parts of the time of a step in microseconds, as means over all devices.
+    """Parts of the time of a step in microseconds, as means over all devices."""
 
-    Attributes:
-        compute_us: compute without recompute and without exchanges.
-        exchange_us: between the ranks that share a layer.
-        recompute_us: recompute in backward.
-        bubble_us: ranks of a pipeline wait for each other.
-        waiting_us: replicas wait for the slowest.
-        reduction_us: reduction of gradients, and gathering of weights.
-    """
-
-    compute_us: float
-    exchange_us: float
-    recompute_us: float
-    bubble_us: float
-    waiting_us: float
-    reduction_us: float
+    compute_us: float  # compute without recompute and without exchanges
+    exchange_us: float  # between the ranks that share a layer
+    recompute_us: float  # recompute in backward
+    bubble_us: float  # ranks of a pipeline wait for each other
+    waiting_us: float  # replicas wait for the slowest
+    reduction_us: float  # reduction of gradients, and gathering of weights
 
     @property
     def step_us(self) -> float:
@@ -57,10 +47,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A configuration that fits, the parts of its step, and the plan of its slowest replica.
-
-    `is_exact` is True if planned as in training; otherwise only a few plans were tried.
-    """
+    """A configuration that fits, and the plan of its slowest replica: as in training if `is_exact`, else the best of a few."""
 
     config: Configuration
     parts: Parts
@@ -74,21 +61,13 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A configuration, or a size, that cannot run.
+    """A configuration, or a size, that cannot run."""
 
-    Attributes:
-        name: of a configuration, or of a size that several configurations have in common.
-        why: reason in words, with numbers.
-        needed_bytes: sufficient memory; 0 if memory is not the reason.
-        config: the configuration; None for a size.
-        is_static: True if weights and optimizer alone are too large.
-    """
-
-    name: str
-    why: str
-    needed_bytes: int = 0
-    config: Configuration | None = None
-    is_static: bool = False
+    name: str  # of a configuration, or of a size that several configurations have in common
+    why: str  # reason in words, with numbers
+    needed_bytes: int = 0  # sufficient memory; 0 if memory is not the reason
+    config: Configuration | None = None  # the configuration; None for a size
+    is_static: bool = False  # True if weights and optimizer alone are too large
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +103,17 @@ def misfit(question: Question, config: Configuration) -> Misfit | None:
 
 
 def shares_by_work(question: Question, config: Configuration) -> tuple[Share, ...]:
-    """Divide the batch by work alone, the replica with the most work first. The result depends mainly on the number of
-    replicas.
-    """
+    """Divide the batch by work alone, the replica with the most work first."""
     problem, costs = question.problem(config, question.lengths), question.costs(config)
     work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
     alone = tuple((replica,) for replica in range(config.data))
-    shares = divide(
-        problem, costs, alone, lambda problems: sum(work_us[length] for length in problems[0].lengths), tries=0
-    ).shares
+    by_work = divide(problem, costs, alone, lambda problems: sum(map(work_us.__getitem__, problems[0].lengths)), tries=0)
+    shares = by_work.shares
     loads_us = _loads_us(question, config, shares)
     return tuple(shares[r] for r in sorted(range(config.data), key=lambda r: (-loads_us[r], r)))
 
 
 def _loads_us(question: Question, config: Configuration, shares: Sequence[Share]) -> list[float]:
-    """Work of each share in microseconds."""
     work_us = sequence_work(question.problem(config, question.lengths), question.costs(config))
     return [sum(work_us[at] for at in share) for share in shares]
 
@@ -156,23 +131,19 @@ def roughly(question: Question, config: Configuration, shares: Sequence[Share]) 
 def exactly(question: Question, config: Configuration) -> Judged:
     """Evaluate by the plans that training would run. Raises `InfeasibleError`."""
     costs, problem = question.costs(config), question.problem(config, question.lengths)
-    division = divide(
-        problem,
-        costs,
-        config.lockstep_groups,
-        lambda problems: max(about_us(problem, costs, question.options) for problem in problems),
-        _EXCHANGES,
-    )
+
+    def group_us(problems: Sequence[Problem]) -> float:
+        return max(about_us(problem, costs, question.options) for problem in problems)
+
+    division = divide(problem, costs, config.lockstep_groups, group_us, _EXCHANGES)
     times_us = division.makespan_us
     slowest: Plan | None = None
     for group in sorted(config.lockstep_groups, key=lambda group: (-times_us[group[0]], group))[:_PLANNED]:
         if slowest is not None and times_us[group[0]] <= slowest.predicted.makespan_us:
             break
         problems = [question.problem_of(config, division.shares[replica]) for replica in group]
-        if len(problems) > 1:
-            plans = plan_lockstep(problems, costs, question.options)
-        else:
-            plans = (plan(problems[0], costs, question.options),)
+        alone = len(problems) == 1
+        plans = (plan(problems[0], costs, question.options),) if alone else plan_lockstep(problems, costs, question.options)
         slowest = max((*([slowest] if slowest else []), *plans), key=lambda result: result.predicted.makespan_us)
     assert slowest is not None  # there is always one
     return Judged(config, _parts(question, config, slowest, times_us), slowest, is_exact=True)
@@ -181,17 +152,12 @@ def exactly(question: Question, config: Configuration) -> Judged:
 def choices_of(
     question: Question, config: Configuration, shares: Sequence[Share], layouts: Iterable[Layout] = ()
 ) -> StockChoices:
-    """Return what Megatron's own 1F1B may have at the parallel sizes of a configuration.
+    """Return what Megatron's own 1F1B may have at the parallel sizes of a configuration, and at more layouts if given.
 
-    This favours 1F1B: the batch is also divided by work, which Megatron does not do, and replicas that share experts do not
-    wait for each other's rows.
-
-    Args:
-        layouts: more layouts to try, of which those count that Megatron can have.
+    This favours 1F1B: the batch is also divided by work, and replicas that share experts do not wait for each other's rows.
     """
-    even = Layout.of_layers(
-        even_layers(int(question.flags["num_layers"]), config.pipeline), Placement("looped", config.pipeline, 1)
-    )
+    layers = even_layers(int(question.flags["num_layers"]), config.pipeline)
+    even = Layout.of_layers(layers, Placement("looped", config.pipeline, 1))
     config = config.with_layout(even)
     dealt = [by_count(len(question.lengths), replica, config.data) for replica in range(config.data)]
     loads_us = _loads_us(question, config, dealt)
@@ -219,9 +185,8 @@ def step_without_shards_us(question: Question, judged: Judged) -> float:
     if not config.shards_vocabulary and asked == question:
         return judged.parts.step_us
     sample = question.sample(config, range(len(question.lengths)))
-    layouts = without_shards(config.stages, sample.problems[0], sample.costs_of, halves=sample.halves)
     times_us = [math.inf]
-    for layout in layouts:
+    for layout in without_shards(config.stages, sample.problems[0], sample.costs_of, halves=sample.halves):
         with suppress(InfeasibleError):
             times_us.append(exactly(asked, config.with_layout(layout)).parts.step_us)
     return min(times_us)

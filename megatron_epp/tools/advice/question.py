@@ -20,35 +20,25 @@ from megatron_epp.tools.layouts.layout_choice import Sample
 
 type Sharing = tuple[int, int, int, int]
 """Tensor-, context-, expert- and expert-tensor-parallel sizes, which determine the ranks that share a layer."""
-REDUCED_BYTES = 4
-"""Bytes of a parameter's gradient in the reduction, which is in fp32."""
+REDUCED_BYTES = 4  # bytes of a parameter's gradient in the reduction, which is in fp32
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Configuration:
-    """Distribution of a model and a batch over devices.
+    """Distribution of a model and a batch over devices."""
 
-    Attributes:
-        tensor, context, pipeline, data: parallel sizes; their product is the number of devices.
-        expert: ranks that share experts; they are among the tensor-, context- and data-parallel ones.
-        expert_tensor: ranks that share an expert.
-        virtual: stages on each rank.
-        placement: of the stages if a rank has several, a value of ``--epp-placement``.
-        layers: of every stage, in the model's order; a half is a layer's attention or its MLP.
-        shards_vocabulary: the output layer is divided over the pipeline ranks.
-        latents: what slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say.
-    """
-
+    # tensor, context, pipeline, data: parallel sizes; their product is the number of devices
     tensor: int
     context: int
     pipeline: int
     data: int
-    expert: int = 1
-    expert_tensor: int = 1
-    virtual: int = 1
-    placement: Literal["looped", "v"] = "looped"
-    layers: tuple[float, ...] = ()
-    shards_vocabulary: bool = False
+    expert: int = 1  # ranks that share experts; they are among the tensor-, context- and data-parallel ones
+    expert_tensor: int = 1  # ranks that share an expert
+    virtual: int = 1  # stages on each rank
+    placement: Literal["looped", "v"] = "looped"  # of the stages if a rank has several, a value of ``--epp-placement``
+    layers: tuple[float, ...] = ()  # of every stage, in the model's order; a half is a layer's attention or its MLP
+    shards_vocabulary: bool = False  # the output layer is divided over the pipeline ranks
+    # What slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say
     latents: str = ""
 
     @property
@@ -62,14 +52,11 @@ class Configuration:
 
     @property
     def sharing(self) -> Sharing:
-        """The sizes that determine the ranks that share a layer."""
         return self.tensor, self.context, self.expert, self.expert_tensor
 
     @property
     def kinds(self) -> int:
-        """Number of kinds of parallelism, but for replicas; several stages on a rank, unequal layers and a divided output
-        layer count as one each.
-        """
+        """Number of kinds of parallelism but for replicas; several stages on a rank, unequal layers and shards count, too."""
         sizes = (self.tensor, self.context, self.pipeline, self.expert, self.virtual, len(set(self.layers)))
         return sum(size > 1 for size in sizes) + self.shards_vocabulary
 
@@ -78,27 +65,19 @@ class Configuration:
         return self.pipeline * self.virtual
 
     @property
-    def rank_of(self) -> tuple[int, ...]:
-        """The pipeline rank of every stage."""
-        return Placement(self.placement, self.pipeline, self.virtual).rank_of
-
-    @property
     def stages(self) -> Layout:
         """Layers of the stages and their ranks."""
         placement = Placement(self.placement, self.pipeline, self.virtual)
         return Layout(tuple(map(halves_of, self.layers)), placement, self.shards_vocabulary)
 
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        return Placement(self.placement, self.pipeline, self.virtual).rank_of
+
     def with_layout(self, layout: Layout) -> Configuration:
-        """Return the configuration with the stages and pipeline ranks of a layout."""
-        placement = layout.placement
-        return replace(
-            self,
-            pipeline=placement.num_ranks,
-            virtual=placement.num_chunks,
-            placement=placement.kind,
-            layers=layout.layers,
-            shards_vocabulary=layout.shards_vocabulary,
-        )
+        placed = replace(self, layers=layout.layers, shards_vocabulary=layout.shards_vocabulary)
+        kind, ranks, chunks = layout.placement.kind, layout.placement.num_ranks, layout.placement.num_chunks
+        return replace(placed, pipeline=ranks, virtual=chunks, placement=kind)
 
     @property
     def lockstep_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -126,12 +105,8 @@ class Configuration:
 
     def settings(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Megatron's flags for the configuration of a model, which has flags of its own, with underscores."""
-        flags: dict[str, Any] = {
-            "tensor_model_parallel_size": self.tensor,
-            "sequence_parallel": self.tensor > 1,
-            "context_parallel_size": self.context,
-            "pipeline_model_parallel_size": self.pipeline,
-        }
+        flags: dict[str, Any] = {"tensor_model_parallel_size": self.tensor, "sequence_parallel": self.tensor > 1}
+        flags |= {"context_parallel_size": self.context, "pipeline_model_parallel_size": self.pipeline}
         if self.expert > 1:
             flags["expert_model_parallel_size"] = self.expert
         if model.get("num_experts") and self.expert_tensor != self.tensor:
@@ -148,36 +123,21 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Input of the advice.
-
-    Attributes:
-        flags: Megatron's flags of the model; parallel sizes among them are ignored.
-        cluster: kind of machine.
-        devices: number of devices to use.
-        cap_bytes: memory cap of one device.
-        lengths: tokens of every sequence of a global batch.
-        context: largest number of tokens of a sequence.
-        fixed: sizes that are not searched, by names of `Configuration`.
-        options: of the planner.
-        measured: profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched.
-        costs_files: path of each of them.
-        vocabulary: whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`.
-        opens_weights: weight gradients are split where plans are faster with it, if the options do not split them anyway.
-        documents: treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`.
-    """
-
-    flags: dict[str, Any]
-    cluster: Cluster
-    devices: int
-    cap_bytes: int
-    lengths: tuple[int, ...]
-    context: int
-    fixed: dict[str, int] = field(default_factory=dict)
-    options: Options = field(default_factory=Options)
+    flags: dict[str, Any]  # Megatron's flags of the model; parallel sizes among them are ignored
+    cluster: Cluster  # kind of machine
+    devices: int  # number of devices to use
+    cap_bytes: int  # memory cap of one device
+    lengths: tuple[int, ...]  # tokens of every sequence of a global batch
+    context: int  # largest number of tokens of a sequence
+    fixed: dict[str, int] = field(default_factory=dict)  # sizes that are not searched, by names of `Configuration`
+    options: Options = field(default_factory=Options)  # of the planner
+    # Profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched
     measured: dict[Sharing, Profile] = field(default_factory=dict)
-    costs_files: dict[Sharing, str] = field(default_factory=dict)
-    documents: str = "split"
+    costs_files: dict[Sharing, str] = field(default_factory=dict)  # path of each of them
+    documents: str = "split"  # treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`
+    # Whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`
     vocabulary: tuple[bool, ...] = (False,)
+    # Weight gradients are split where plans are faster with it, if the options do not split them anyway
     opens_weights: bool = False
 
     @property
@@ -196,7 +156,6 @@ class Question:
 
     @property
     def trained_share(self) -> float:
-        """Share of the model's parameters that train."""
         return float(self.flags.get(TRAINED_SHARE, 1.0))
 
     def shape(self, config: Configuration) -> ModelShape:
@@ -211,7 +170,6 @@ class Question:
 
     @property
     def rates(self) -> Rates:
-        """Rates of the cluster, with the links between ranks."""
         return self.cluster.linked(self.devices)
 
     def profile(self, config: Configuration) -> Profile:
@@ -227,11 +185,9 @@ class Question:
         return profile.costs_on_device(config.stages, optimizer, config.data)
 
     def token_multiple(self, config: Configuration) -> int:
-        """Multiple to which chunks are padded, as in training."""
         return token_multiple_of(self.flags | config.settings(self.flags))
 
     def problem(self, config: Configuration, lengths: tuple[int, ...]) -> Problem:
-        """Planning problem of one iteration of one replica."""
         caps = (self.cap_bytes,) * config.pipeline
         return Problem(lengths, config.rank_of, caps, token_multiple=self.token_multiple(config))
 
@@ -246,7 +202,6 @@ class Question:
         return ("off", "on") if is_open else ("",)
 
     def even_layers(self, config: Configuration) -> tuple[int, ...]:
-        """Layers of every stage. Raises `EppError` if there are more stages than layers."""
         return even_layers(int(self.flags["num_layers"]), config.num_stages)
 
     def sample(self, config: Configuration, share: Iterable[int]) -> Sample:
@@ -264,9 +219,9 @@ class Question:
         )
 
     def reduction_us(self, config: Configuration) -> float:
-        """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).
+        """Time to reduce gradients and to gather weights over the ranks that hold the same weights, on the slowest rank.
 
-        It is the slowest rank's, without overlap with compute. A ring over nodes uses every member's link.
+        It does not overlap with compute. A ring over nodes uses every member's link.
         """
         shape, holders = self.shape(config), config.context * config.data
         rank_of, sharing = config.rank_of, config.expert * config.expert_tensor

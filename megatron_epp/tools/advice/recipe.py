@@ -14,25 +14,11 @@ from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, ro
 from megatron_epp.tools.advice.judge import Baseline
 from megatron_epp.tools.advice.question import Configuration, Question
 
-_SIZES = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+_KINDS = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
+_SIZES = ("sequence_parallel", *(f"{kind}_parallel_size" for kind in _KINDS))
 _OF_FP8 = ("fp8_format", "fp8_recipe")
-_EXAMPLES = {
-    "train_iters": 1000,
-    "lr": 1e-4,
-    "min_lr": 1e-5,
-    "lr_decay_style": "cosine",
-    "clip_grad": 1.0,
-    "eval_iters": 0,
-}
-_WIDTH = 112
-"""Characters of a line of flags."""
+_EXAMPLES = {"train_iters": 1000, "lr": 1e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "clip_grad": 1.0, "eval_iters": 0}
+_WIDTH = 112  # characters of a line of flags
 _OURS_TO_SAY = """\
 # Sizes are those that `megatron-epp advise` found best for {lengths}, in batches of {batch}.
 # Learning rate, iterations and folders are examples: set your own.{defaults}
@@ -42,51 +28,35 @@ _DEFAULTS = " The model has Megatron's defaults where nothing is said."
 
 def megatron_settings(question: Question, config: Configuration) -> dict[str, Any]:
     """Megatron's flags for the configuration, the optimizer and the batch, with underscores."""
-    names = (*OPTIMIZER_FLAGS, *_OF_FP8)
-    return (
-        config.settings(question.flags)
-        | {name: question.flags[name] for name in names if name in question.flags}
-        | {
-            "micro_batch_size": 1,
-            "global_batch_size": len(question.lengths),
-            "seq_length": question.context,
-            "max_position_embeddings": question.context,
-        }
-    )
+    names, context = (*OPTIMIZER_FLAGS, *_OF_FP8), question.context
+    optimizer = {name: question.flags[name] for name in names if name in question.flags}
+    batch = {"micro_batch_size": 1, "global_batch_size": len(question.lengths)}
+    return config.settings(question.flags) | optimizer | batch | {"seq_length": context, "max_position_embeddings": context}
 
 
 def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:
     """This package's flags for the configuration, without the prefix."""
-    settings: dict[str, Any] = {}
-    if not is_unlimited(question.cap_bytes):
-        settings["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
-    if config.virtual > 1 and config.placement == "v":
-        settings["placement"] = "v"
-    if not config.stages.is_whole:
-        settings["layout"] = layers_text(config.stages.halves).replace(" ", "")
-    if config.shards_vocabulary:
-        settings["vocab_parallel"] = "on"
-    if question.documents != "split":
-        settings["documents"] = question.documents
-    if question.flags.get("multi_latent_attention"):
-        settings["latents"] = config.latents or question.flags.get("epp_latents", "auto")
-    settings["offload"] = "on" if question.options.offload else "off"
-    if question.options.split_weight:
-        settings["split_weight_gradient"] = True
-    if (file := question.costs_files.get(config.sharing)) is not None:
-        settings["costs"] = file
-    return settings
+    latents = config.latents or question.flags.get("epp_latents", "auto")
+    settings = {
+        "memory_cap_gb": None if is_unlimited(question.cap_bytes) else round(question.cap_bytes / 2**30, 2),
+        "placement": "v" if config.virtual > 1 and config.placement == "v" else None,
+        "layout": None if config.stages.is_whole else layers_text(config.stages.halves).replace(" ", ""),
+        "vocab_parallel": "on" if config.shards_vocabulary else None,
+        "documents": question.documents if question.documents != "split" else None,
+        "latents": latents if question.flags.get("multi_latent_attention") else None,
+        "offload": "on" if question.options.offload else "off",
+        "split_weight_gradient": question.options.split_weight or None,
+        "costs": question.costs_files.get(config.sharing),
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def stock_settings(question: Question, baseline: Baseline) -> dict[str, Any]:
     """Megatron's flags for its own schedule at its best, with underscores: a sample is a packed row."""
     config, stock, ranks = baseline.config, baseline.stock, baseline.config.pipeline
     rows, most = len(stock.decisions.chunks), max(map(max, stock.decisions.recompute_steps))
-    settings = megatron_settings(question, config) | {
-        "global_batch_size": rows * config.data,
-        "seq_length": stock.row_tokens,
-        "max_position_embeddings": stock.row_tokens,
-    }
+    settings = megatron_settings(question, config) | {"global_batch_size": rows * config.data}
+    settings |= dict.fromkeys(("seq_length", "max_position_embeddings"), stock.row_tokens)
     if config.virtual > 1 and rows % ranks:
         settings["microbatch_group_size_per_virtual_pipeline_stage"] = rows_together(rows, ranks)
     if stock.decisions.modes == MLP_AGAIN:
@@ -100,7 +70,6 @@ def stock_settings(question: Question, baseline: Baseline) -> dict[str, Any]:
 
 
 def flags_text(question: Question, config: Configuration) -> str:
-    """Format the flags of plans for a command line, over several lines."""
     settings = {f"epp_{name}": value for name, value in epp_settings(question, config).items()}
     return command_text(megatron_settings(question, config) | {"epp": True} | settings)
 
@@ -117,11 +86,7 @@ def command_text(settings: dict[str, Any]) -> str:
 
 
 def recipe_text(question: Question, config: Configuration, model: str | None, lengths: str) -> str:
-    """Format a recipe in YAML.
-
-    Args:
-        model: the name of a shipped model; None writes the model's flags instead.
-    """
+    """Format a recipe in YAML. `model`: the name of a shipped model; None writes the model's flags instead."""
     import yaml  # type: ignore[import-untyped,unused-ignore]
 
     node = question.cluster.devices_per_node

@@ -72,7 +72,6 @@ _FREE = ("num_layers", "loss_block_tokens", "relays_latents")
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the command's flags."""
     machine = parser.add_argument_group("machine")
     add(machine, "devices", required=True, help="devices to use, in all")
     rates = f"YAML of a machine's rates, memory and devices per node; shipped: {', '.join(shipped('clusters'))}"
@@ -98,18 +97,11 @@ def add_arguments(parser: Parser) -> None:
     add(fixed, "expert_tensor_parallel", dest="expert_tensor_parallel", help=what)
     parser.set_defaults(sequence_parallel=False)
     plans = parser.add_argument_group("plans", "as training would make them")
-    add(
-        plans,
-        "costs_file",
-        action="append",
-        help="a profile of this model that `megatron-epp profile` wrote, in place of formulas; only its tensor-, context- and "
-        "expert-parallel sizes are searched then, so repeat it for more of them (default: formulas)",
-    )
-    add(
-        plans,
-        "offload",
-        help="as in training; auto: left to the plans, where the cluster has a link to host memory (default: auto)",
-    )
+    only = "only its tensor-, context- and expert-parallel sizes are searched then, so repeat it for more of them"
+    what = f"a profile of this model that `megatron-epp profile` wrote, in place of formulas; {only} (default: formulas)"
+    add(plans, "costs_file", action="append", help=what)
+    what = "as in training; auto: left to the plans, where the cluster has a link to host memory (default: auto)"
+    add(plans, "offload", help=what)
     add(plans, "split_weight", "vocab_parallel")
     out = parser.add_argument_group("output")
     out.add_argument("--show", type=COUNT, default=5, metavar="N", help="configurations in the table (default: %(default)s)")
@@ -119,7 +111,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print, and write the recipe."""
     question = question_of(args)
     check_devices(question)
     where = [""]
@@ -127,10 +118,7 @@ def run(args: argparse.Namespace) -> int:
         advice = advise(question, lambda so_far: where.__setitem__(0, so_far))
     best = advice.best[0]
     if args.json:
-        settings: dict[str, Any] = {
-            "megatron": megatron_settings(question, best.config),
-            "epp": epp_settings(question, best.config),
-        }
+        settings = {"megatron": megatron_settings(question, best.config), "epp": epp_settings(question, best.config)}
         if advice.plain is not None:
             settings["megatron_alone"] = stock_settings(question, advice.plain)
         say(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
@@ -161,12 +149,7 @@ def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterat
 
 
 def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> list[str]:
-    """Return the flags with which `plan` makes the plan of an evaluated configuration.
-
-    Args:
-        args: parsed flags of `advise`, of which `question_of` made the question.
-        best: the evaluated configuration, whose replicas share no experts.
-    """
+    """Return the flags with which `plan` makes the plan of an evaluated configuration, whose replicas share no experts."""
     config = best.config
     lengths = [",".join(map(str, best.plan.lengths))]
     if is_distribution(args.lengths) and config.data == 1:
@@ -199,7 +182,6 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
 
 
 def _is_as_shipped(model: str | None, question: Question) -> bool:
-    """True if the model's flags are the shipped file's."""
     if model not in shipped("models") or Path(model).is_file():
         return False
     return without_sizes(load_flags(model)) == without_sizes(question.flags)
@@ -251,10 +233,8 @@ def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
     shape_here["dense_layers"] = list(shape_here["dense_layers"])  # as JSON has them
     for key, value in shape.items():
         if key not in _FREE and value != shape_here.get(key, value):
-            raise EppError(
-                f"--costs {name} was measured with {key} {brief(value)}, and the model here has {shape_here[key]}: measure it, "
-                "or give the model that was measured"
-            )
+            here = f"the model here has {shape_here[key]}: measure it, or give the model that was measured"
+            raise EppError(f"--costs {name} was measured with {key} {brief(value)}, and {here}")
     return (tensor, context, expert, sharing), profile
 
 

@@ -62,30 +62,21 @@ one planner of a paper against ours
 """
 _IN_ROWS = {"1f1b-packed": "rows of", "1f1b-padded": "rows of"}
 """Planners that fill rows of whole sequences up to `context`, which is their size."""
-_MOST_SIZES = 5
-"""Most packing sizes that are tried for a planner."""
+_MOST_SIZES = 5  # most packing sizes that are tried for a planner
 _MOST_ACTIONS = 1 << 15
 """Most chunks times stages, over all sizes together, that are tried for a planner: large batches take long to plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Result of one planner for one batch, with the size that is best for it.
+    """Result of one planner for one batch, with the size that is best for it."""
 
-    Attributes:
-        planner: its name.
-        plan: None where there is none.
-        refusal: why there is none.
-        planning_ms: processor time.
-        note: what the exact planner says of its plan.
-        size: most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself.
-    """
-
-    planner: str
-    plan: Plan | None
-    refusal: str
-    planning_ms: float
-    note: str = ""
+    planner: str  # its name
+    plan: Plan | None  # None where there is none
+    refusal: str  # why there is none
+    planning_ms: float  # processor time
+    note: str = ""  # what the exact planner says of its plan
+    # Most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself
     size: int | None = None
 
     @property
@@ -94,16 +85,12 @@ class Entry:
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the command's flags."""
     add_problem(parser, several_batches=True)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON, a row per batch and planner")
+    every = f"{ALL}: every one, fastest first, planners of other placements with layers of their own"
+    names = f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {every} (default: {', '.join(usual())})"
     parser.add_argument(
-        "--planner",
-        action="append",
-        type=lambda text: text if text == ALL else planner(text),
-        metavar="NAME",
-        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {ALL}: every one, fastest first, planners of other "
-        f"placements with layers of their own (default: {', '.join(usual())})",
+        "--planner", action="append", type=lambda text: text if text == ALL else planner(text), metavar="NAME", help=names
     )
     below = "the plans of one batch below each other, as .html to explore, .png, .svg or .pdf (default: none)"
     add_output(parser, below, type=picture_or_page)
@@ -111,21 +98,14 @@ def add_arguments(parser: Parser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch to compare planners over.
+    """A batch to compare planners over."""
 
-    Attributes:
-        args: parsed flags.
-        longest: tokens of the longest sequence of all batches.
-        chosen: the layout; a planner that needs another placement has even or balanced layers at that.
-        entries: results of the planners.
-    """
-
-    args: argparse.Namespace
+    args: argparse.Namespace  # parsed flags
     name: str
     lengths: tuple[int, ...]
-    longest: int
-    chosen: Chosen
-    entries: list[Entry] = field(default_factory=list)
+    longest: int  # tokens of the longest sequence of all batches
+    chosen: Chosen  # the layout; a planner that needs another placement has even or balanced layers at that
+    entries: list[Entry] = field(default_factory=list)  # results of the planners
 
 
 type StockGain = tuple[Stock | None, Gain] | None
@@ -133,11 +113,7 @@ type StockGain = tuple[Stock | None, Gain] | None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare all planners on all batches, as text or with ``--json`` as JSON; ``--output`` draws the plans of one batch.
-
-    Raises:
-        EppError: the arguments make no sense, or matplotlib is missing.
-    """
+    """Compare all planners on all batches. Raises `EppError` if the arguments make no sense, or matplotlib is missing."""
     asked = batches_of(args)
     if args.output and len(asked) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(asked)}: give --lengths once")
@@ -147,10 +123,8 @@ def run(args: argparse.Namespace) -> int:
     settle_latents(args, typical, names)
     chosen, longest = chosen_layout(args, typical, names), max(map(max, typical))
     batches = [Batch(args, name, lengths, longest, chosen) for name, lengths in asked]
-    total = len(names) * len(batches)
-    with progress(
-        "planning", lambda: f"{sum(len(each.entries) for each in batches)} of {total} plans, each with its best size"
-    ):
+    of_all = f"of {len(names) * len(batches)} plans, each with its best size"
+    with progress("planning", lambda: f"{sum(len(each.entries) for each in batches)} {of_all}"):
         for batch in batches:
             for name in names:
                 batch.entries.append(_best(batch, name))
@@ -180,13 +154,10 @@ def _best(batch: Batch, name: str) -> Entry:
 
 
 def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int, name: str) -> list[int]:
-    """Return the sizes to try with a planner besides its default: powers of two, and no more than `_MOST_SIZES`.
+    """Return up to `_MOST_SIZES` powers of two to try with a planner besides its default size, none if flags give one.
 
     Rows of whole sequences are as long as the longest, or longer. Chunks are at most half of the longest, which is then cut;
     the longest are tried first, as far as the work allows (`_MOST_ACTIONS`).
-
-    Args:
-        args: parsed flags; with ``--chunk-tokens`` or ``--slices`` there is nothing to try.
     """
     longest, multiple = max(lengths), token_multiple(args)
     entry = PLANNERS.entry(name)
@@ -228,9 +199,7 @@ def _entry(batch: Batch, name: str, size: int | None) -> Entry:
 
 
 def _gain(batch: Batch) -> StockGain:
-    """Compare with Megatron's own schedule, which may have several stages per rank where the plans may have them: where the
-    layout has, or was searched.
-    """
+    """Compare with Megatron's own schedule, with several stages per rank only where the layout has, or was searched."""
     args, lengths, chosen = batch.args, batch.lengths, batch.chosen
     plans = {entry.planner: entry.plan for entry in batch.entries}
     ours, source = plans.get("greedy"), costs_source(args, batch.longest)[0]
@@ -289,10 +258,7 @@ def _row(batch: Batch, entry: Entry, gain: StockGain) -> dict[str, Any]:
         "batch": batch.name,
         "sequences": len(batch.lengths),
         "tokens": sum(batch.lengths),
-        "planner": entry.planner,
-        "planning_ms": entry.planning_ms,
-        "size": entry.size,
-    } | ({"note": entry.note} if entry.note else {})
+    } | {name: getattr(entry, name) for name in ("planner", "planning_ms", "size", *["note"] * bool(entry.note))}
     if entry.plan is None:
         return row | {"refusal": entry.refusal}
     predicted = entry.plan.predicted

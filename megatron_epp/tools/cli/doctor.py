@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,8 +32,7 @@ from megatron_epp.tools.cli.terminal import Command, Parser, progress, say
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-_CHANNELS = (64, 128, 256)
-"""Common head dimensions (channels per head), for which kernels are checked."""
+_CHANNELS = (64, 128, 256)  # common head dimensions (channels per head), for which kernels are checked
 
 _EXAMPLE = """\
 example: in a job script, before anything is started
@@ -46,13 +45,9 @@ measure a model's parts here, and plan with what was measured
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
+    """One line of the report: a subject, what is there, and what to do about it, empty where nothing is.
 
-    Attributes:
-        subject: what was looked at.
-        status: ``ok``; ``warning``: training runs, but slower or with less than it could have; ``problem``: it cannot run.
-        found: what is there.
-        todo: what to do about it; empty where nothing is.
+    `status` is ``ok``; ``warning``: training runs, but slower or with less than it could have; ``problem``: it cannot run.
     """
 
     subject: str
@@ -63,14 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Library:
-    """A Python package that may be there.
-
-    Attributes:
-        requirement: the name it is installed under, and the versions that are known to work.
-        module: that is imported.
-        use: what it is for.
-        status: of its absence.
-    """
+    """Package that may be there: its installed name with known versions, the module to import, the status of its absence."""
 
     name: str
     requirement: str
@@ -101,14 +89,12 @@ _GPU_LIBRARIES = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the command's flags."""
-    report = parser.add_argument_group("report")
-    report.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument_group("report").add_argument("--json", action="store_true", help="print the findings as JSON")
     measure_profile.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, print, and return 1 if something prevents training, else 0; or measure."""
+    """Return 1 if something prevents training, else 0."""
     if args.profile:
         return measure_profile.run(args)
     if args.output:
@@ -120,7 +106,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(findings: list[Finding]) -> str:
-    """Format the findings, a line each with what to do below it, and a summary."""
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
@@ -142,16 +127,16 @@ def look() -> Iterator[Finding]:
     for library in _GPU_LIBRARIES:
         yield _library(library, is_of_use=has_gpu)
     yield _library(_NUMBA)
-    yield from _guarded("megatron-core", _megatron)
+    yield from _guarded("megatron-core", _megatron())
     if torch is not None:
-        yield from _guarded("attention", lambda: _attention(torch, has_gpu))
+        yield from _guarded("attention", _attention(torch, has_gpu))
     yield from _environment(os.environ, has_gpu)
 
 
-def _guarded(subject: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Return the findings of a part; if a library fails while it is looked at, the failure is the finding."""
+def _guarded(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield findings; if a library fails while it is looked at, the failure is one."""
     try:
-        yield from part()
+        yield from findings
     except Exception as error:  # whatever a broken installation raises
         yield Finding(subject, PROBLEM, f"{type(error).__name__}: {error}", "install it again")
 
@@ -165,7 +150,6 @@ def _import_error(module: str) -> Exception | None:
 
 
 def _mended(error: Exception, library: _Library) -> str:
-    """Advice on a library that is there and cannot be imported."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"pip install {error.name.partition('.')[0]}"
     if isinstance(error, OSError) or ".so" in str(error) or "cuDNN" in str(error):
@@ -223,14 +207,15 @@ def _megatron() -> Iterator[Finding]:
         return
     from megatron_epp.mcore import entry
 
-    fits = entry.fits()
-    for fit in fits:
-        fit_text = f"{fit.target}: {fit.what}"
-        if not fit.fits and fit.needed:
-            yield Finding("patch", PROBLEM, fit_text, "--epp-allow-unknown-megatron tries it all the same")
-        elif not fit.fits:
-            yield Finding("Megatron's code", WARNING, fit_text, "compare losses with --epp-schedule stock")
-    needed = [fit.needed for fit in fits if fit.fits]
+    needed = []
+    for fit in entry.fits():
+        if fit.fits:
+            needed.append(fit.needed)
+        elif fit.needed:
+            todo = "--epp-allow-unknown-megatron tries it all the same"
+            yield Finding("patch", PROBLEM, f"{fit.target}: {fit.what}", todo)
+        else:
+            yield Finding("Megatron's code", WARNING, f"{fit.target}: {fit.what}", "compare losses with --epp-schedule stock")
     yield Finding("patches", OK, f"{sum(needed)} fit; {len(needed) - sum(needed)} functions are as tested")
 
 
@@ -253,10 +238,10 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
     version = version_of("torch") or "0.0"
-    name, value = allocator_setting(environment, version) or (allocator_variables(version)[0], "not set")
+    usual = allocator_variables(version)[0]
+    name, value = allocator_setting(environment, version) or (usual, "not set")
     wastes = has_gpu and not segments_expand(environment, version)
-    if wastes:
-        name = allocator_variables(version)[0]
+    name = usual if wastes else name
     todo = f"export {name}={EXPANDABLE}: chunks differ in size, and fixed segments leave gaps"
     yield Finding(name, WARNING if wastes else OK, value, todo * wastes)
     if (value := environment.get(TF32, "0")) != "0":

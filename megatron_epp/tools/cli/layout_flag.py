@@ -27,10 +27,8 @@ from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample
 from megatron_epp.tools.report.text import format_us
 
 AUTO, BALANCED, EVEN = "auto", "balanced", "even"
-KINDS = ("looped", "v")
-"""Placements of several stages per rank that a list of layers may begin with, as in ``v:8,8,8,8``."""
-_STAGES = 4
-"""Pipeline ranks where neither ``--stages`` nor a layout says how many."""
+KINDS = ("looped", "v")  # placements of several stages per rank that a list of layers may begin with, as in ``v:8,8,8,8``
+_STAGES = 4  # pipeline ranks where neither ``--stages`` nor a layout says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,7 @@ class Chosen:
     kind: str = ""
 
     def lines(self, args: argparse.Namespace) -> list[str]:
-        """Describe the layout, in lines: none for even layers on one stage per rank that were asked for.
-
-        Args:
-            args: parsed flags, settled by `chosen_layout`.
-        """
+        """Describe the layout, in lines: none for even layers on one stage per rank that were asked for."""
         layout, placement, choice, flags = self.layout, self.layout.placement, self.choice, flags_of(args)
         is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks) and choice is None
         if is_even and self.kind != BALANCED:
@@ -74,19 +68,11 @@ def even(num_layers: int, num_ranks: int) -> Layout:
 
 
 def pipeline_ranks(args: argparse.Namespace) -> int:
-    """Return the number of pipeline ranks that the flags ask for."""
     return args.stages or _STAGES
 
 
 def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None) -> None:
-    """Settle ``--latents auto`` in parsed flags by plans for batches.
-
-    Args:
-        batches, planners: as in `chosen_layout`.
-
-    Raises:
-        EppError: ``--latents on`` is given for a model without latent attention, or for costs of a pipeline.
-    """
+    """Settle ``--latents auto`` in parsed flags by plans for batches. Raises `EppError` where ``on`` makes no sense."""
     has_latents, is_fixed = bool(flags_of(args).get("multi_latent_attention")), has_costs_of_stages(args)
     if args.latents == "on" and not has_latents:
         raise EppError("--latents on is for a model with latent attention: give one with --model, or leave it out")
@@ -96,9 +82,12 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]],
         args.latents = "off"
     if args.latents in ("on", "off"):
         return
+    # Where both are tried, no layout is searched that is not asked for
+    vocabulary, splits = "on" if args.vocab_parallel == "on" else "off", args.split_weight in (True, "on")
+    unsearched = {"layout": args.layout or BALANCED, "vocab_parallel": vocabulary, "split_weight": splits}
 
     def trial(choice: str) -> LatentsTrial:
-        settings = argparse.Namespace(**vars(args) | without_search(args) | {"latents": choice})
+        settings = argparse.Namespace(**vars(args) | unsearched | {"latents": choice})
         layout = chosen_layout(settings, batches, planners).layout
         problems = [problem_of(settings, lengths, layout.placement) for lengths in batches]
         costs = costs_of(settings, [*chain.from_iterable(batches)], layout)
@@ -110,23 +99,12 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]],
     tell(f"{PROGRAM}: --latents {args.latents}: {choice}")
 
 
-def without_search(args: argparse.Namespace) -> dict[str, object]:
-    """Return values of flags with which no layout is searched that is not asked for, where many are tried."""
-    vocabulary = "on" if args.vocab_parallel == "on" else "off"
-    return {"layout": args.layout or BALANCED, "vocab_parallel": vocabulary, "split_weight": args.split_weight in (True, "on")}
-
-
 def chosen_layout(
     args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None
 ) -> Chosen:
-    """Return the layout that ``--layout`` and ``--stages`` give.
+    """Return the layout that flags give, balanced or searched for batches of typical lengths and for planners.
 
-    Args:
-        batches: typical lengths, for which layers are balanced or the layout is searched.
-        planners: that will plan; None for the flags' planner.
-
-    Raises:
-        EppError: the layout is not of this model or of these ranks, or a file cannot be read.
+    Settles flags that go with it in `args`. Raises `EppError` if it is not of this model or of these ranks.
     """
     longest = max(chain.from_iterable(batches), default=0)
     source, num_layers = costs_source(args, longest)
@@ -184,7 +162,6 @@ def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]
 
 
 def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: tuple[int, ...], *, shards: bool) -> Layout:
-    """Return the layout of even or balanced layers, or the given one."""
     ranks = pipeline_ranks(args)
     if args.layout not in (None, AUTO, EVEN, BALANCED):
         layout = _given(args, num_layers)
@@ -198,17 +175,9 @@ def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, length
 
 
 def _sample(
-    args: argparse.Namespace,
-    profile: Profile,
-    num_layers: int,
-    batches: Sequence[tuple[int, ...]],
-    planners: Sequence[str],
+    args: argparse.Namespace, profile: Profile, num_layers: int, batches: Sequence[tuple[int, ...]], planners: Sequence[str]
 ) -> Sample:
-    """Return what the search for a layout needs: batches, costs, and the layouts that are allowed.
-
-    Raises:
-        EppError: the vocabulary is to be divided over one rank.
-    """
+    """Return what a search needs. Raises `EppError` if the vocabulary is to be divided over one rank."""
     own = even(num_layers, pipeline_ranks(args)) if args.layout in (None, AUTO, EVEN, BALANCED) else _given(args, num_layers)
     may_search, is_one = all(map(begins_with_greedy, planners)), own.placement.num_ranks == 1
     if args.vocab_parallel == "on" and is_one:
@@ -235,9 +204,8 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
     if (halves := parse_layers(text)) is not None:
         ranks = args.stages or len(halves)
         if len(halves) != ranks or sum(halves) != 2 * num_layers:
-            raise EppError(
-                f"--layout {brief(text)} has {len(halves)} stages and {sum(halves) / 2:g} layers: {_wanted(ranks, num_layers)}"
-            )
+            has = f"{len(halves)} stages and {sum(halves) / 2:g} layers"
+            raise EppError(f"--layout {brief(text)} has {has}: {_wanted(ranks, num_layers)}")
         return Layout(halves, Placement("looped", ranks, 1))
     if not os.path.isfile(text):
         wanted = _wanted(pipeline_ranks(args), num_layers)
@@ -267,7 +235,6 @@ def _wanted(ranks: int, num_layers: int) -> str:
 
 
 def _of_stages(args: argparse.Namespace, stored: PipelineCosts, ranks: int) -> Layout:
-    """Return the layout of costs of a whole pipeline."""
     with naming_file(f"--costs {args.costs}"):
         if args.layout is not None:
             raise EppError("the stages have layers of their own: leave --layout out")

@@ -17,16 +17,10 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_BYTES, MOST_SIZE, brief, naming_file, nearest, nearest_number, read_text
 from megatron_epp.tools.cli.terminal import PROGRAM, tell
 
-LIKE = {
-    "wikipedia": sequence_lengths.wikipedia,
-    "code": sequence_lengths.code,
-    "chat": sequence_lengths.chat,
-    "agents": sequence_lengths.agents,
-}
+LIKE = {name: getattr(sequence_lengths, name) for name in ("wikipedia", "code", "chat", "agents")}
 """Length distributions to draw from when no file is given, by name."""
 _DRAWN = 512
-_SAMPLE = 65536
-"""Smallest number of documents of a distribution of which a batch is drawn."""
+_SAMPLE = 65536  # smallest number of documents of a distribution of which a batch is drawn
 SOURCES = (
     "tokens of every document: a file of numbers, a Megatron .idx file or its prefix, - for stdin, the numbers themselves, or "
     f"{', '.join(LIKE)} for lengths drawn like those"
@@ -37,30 +31,20 @@ SOURCES = (
 def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
     """Add the flags that name the batch, or with `several` the batches."""
     batch = parser.add_argument_group("batches" if several else "batch")
-    batch.add_argument(
-        "--lengths",
-        "--lengths-file",
-        action="append" if several else "store",
-        required=True,
-        metavar="FILE|N,N,...",
-        help=f"{SOURCES} ({_DRAWN} without --batch-size)" + "; repeat it for more batches" * several,
-    )
+    action, sources = "append" if several else "store", f"{SOURCES} ({_DRAWN} without --batch-size)"
+    names, sources = ("--lengths", "--lengths-file"), sources + "; repeat it for more batches" * several
+    batch.add_argument(*names, action=action, required=True, metavar="FILE|N,N,...", help=sources)
     add(batch, "context", "documents")
-    batch.add_argument(
-        "--batch-size",
-        type=SEQUENCES,
-        metavar="N",
-        help="a batch is this many sequences, from the file's first on" + ", --batches times" * several + " (default: all)",
-    ).setting = "global_batch_size"  # type: ignore[attr-defined]
+    size = "a batch is this many sequences, from the file's first on" + ", --batches times" * several + " (default: all)"
+    of_size = batch.add_argument("--batch-size", type=SEQUENCES, metavar="N", help=size)
+    of_size.setting = "global_batch_size"  # type: ignore[attr-defined]
     if several:
-        batch.add_argument(
-            "--batches", type=COUNT, default=1, metavar="K", help="batches per file with --batch-size (default: 1)"
-        )
+        count = "batches per file with --batch-size (default: 1)"
+        batch.add_argument("--batches", type=COUNT, default=1, metavar="K", help=count)
     add(batch, "forward_only")
 
 
 def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the lengths of the one batch. Raises `EppError`."""
     if is_distribution(args.lengths):
         size = args.batch_size or _DRAWN
         return drawn(sampled(args.lengths, args, size), size, args.seed)
@@ -70,7 +54,6 @@ def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and lengths of every batch. Raises `EppError`."""
     batches = []
     for source in args.lengths:
         size = args.batch_size
@@ -99,12 +82,7 @@ def is_distribution(source: str) -> bool:
 
 
 def sampled(source: str, args: argparse.Namespace, size: int = 0) -> tuple[int, ...]:
-    """Return the lengths of a source; from a distribution, enough for `drawn` to draw a batch of them. Raises `EppError`.
-
-    Args:
-        source: as in `read_lengths`.
-        args: parsed flags; ``--seed`` is the seed of the draw.
-    """
+    """Return the lengths of a source; from a distribution, by ``--seed``, enough for `drawn`. Raises `EppError`."""
     count, seed = (max(_SAMPLE, size), args.seed) if is_distribution(source) else (None, 0)
     return limited(read_lengths(source, count, seed), args, source)
 
@@ -116,15 +94,7 @@ def drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
 
 
 def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[int, ...]:
-    """Lengths that ``--lengths`` names.
-
-    Args:
-        source: a file, - for stdin, numbers, or a name in `LIKE`; a file of that name wins.
-        count: of lengths to draw where it is a name; None for a batch of common size.
-
-    Raises:
-        EppError: it is none of these, or holds no lengths.
-    """
+    """Lengths of a file, stdin (-), numbers, or so many of a name in `LIKE`; a file of that name wins. Raises `EppError`."""
     if is_distribution(source):
         return tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist())
     if re.fullmatch(r"[\d,\s]+", source):
@@ -133,13 +103,11 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
     if source == "-":
         with naming_file("--lengths -"):
             return _numbers(_stdin(), has_lines=True)
-    path = Path(source)
+    path, todo = Path(source), "give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
     if not path.is_file() and Path(f"{source}.idx").is_file():  # the prefix of a .bin/.idx pair
         return _index(Path(f"{source}.idx"))
     if path.is_dir():
-        raise EppError(
-            f"--lengths {source} is a folder: give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
-        )
+        raise EppError(f"--lengths {source} is a folder: {todo}")
     if not path.is_file():
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
         raise EppError(
@@ -167,10 +135,8 @@ def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
     words = _words(text)
     if wrong := next((word for word in words if not _is_count(word)), None):
         number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in _words(line))
-        where = f"line {number}: " if has_lines else ""
-        raise EppError(
-            f"{where}{brief(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}"
-        )
+        where = f"line {number}: " * has_lines + brief(wrong)
+        raise EppError(f"{where} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}")
     if not words:
         raise EppError("no lengths")
     return tuple(map(int, words))
@@ -193,26 +159,16 @@ def _index(path: Path) -> tuple[int, ...]:
 
 
 def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = "") -> tuple[int, ...]:
-    """Lengths of the sequences that training makes of documents so long, by ``--context`` and ``--documents``.
-
-    Args:
-        lengths: positions of each document.
-
-    Raises:
-        EppError: a document that is not cut has more tokens than any sequence may have.
-    """
+    """Lengths of the sequences that training makes of documents, by ``--context`` and ``--documents``. Raises `EppError`."""
     if args.context is None:
         if (longest := max(lengths)) > MOST_SIZE:
-            raise EppError(
-                f"--lengths {source}: sequence {lengths.index(longest)} has {longest:,} tokens, and {MOST_SIZE:,} are "
-                "the most: give the --context at which training cuts it"
-            )
+            has = f"sequence {lengths.index(longest)} has {longest:,} tokens, and {MOST_SIZE:,} are the most"
+            raise EppError(f"--lengths {source}: {has}: give the --context at which training cuts it")
         return lengths
     tokens = np.asarray(lengths, dtype=np.int64) + 1
     if args.documents == "stream":
         return tuple(stream_lengths(tokens, args.context).tolist())
-    sequences = sequences_of(tokens, args.context, args.documents)
-    return tuple(sequences.lengths.tolist())
+    return tuple(sequences_of(tokens, args.context, args.documents).lengths.tolist())
 
 
 def _is_count(text: str) -> bool:

@@ -21,36 +21,21 @@ import megatron_epp
 from megatron_epp.plan.errors import EppError
 from megatron_epp.tools.cli.terminal import ERROR, PROGRAM, Command, Parser, help_width, say, tell, tell_error
 
+_LISTED = ("plan", "show", "compare", "advise", "prepare", "train", "doctor", "first-run")
 MODULES = {
-    "plan": "megatron_epp.tools.cli.plan",
-    "show": "megatron_epp.tools.cli.show",
-    "compare": "megatron_epp.tools.cli.compare",
-    "advise": "megatron_epp.tools.cli.advise",
-    "prepare": "megatron_epp.tools.cli.prepare",
-    "train": "megatron_epp.tools.cli.train",
-    "doctor": "megatron_epp.tools.cli.doctor",
-    "first-run": "megatron_epp.tools.cli.first_run",
-    "schedules": "megatron_epp.tools.cli.schedules",
+    **{name: f"megatron_epp.tools.cli.{name.replace('-', '_')}" for name in (*_LISTED, "schedules")},
     "quickstart": "megatron_epp.contrib.demos.quickstart",
     "emulate": "megatron_epp.contrib.demos.emulate_command",
 }
 """Modules of commands, in the order of the list; only the module of the command that runs is imported."""
-_UNLISTED = frozenset({"schedules", "quickstart", "emulate"})
-"""Commands that the list leaves to its last lines."""
 
 
 class Name(NamedTuple):
-    """Another name of a command with one of its switches.
+    """Another name of a command with one of its switches."""
 
-    Attributes:
-        command: its own name.
-        switch: that the name sets.
-        purpose: of both together.
-    """
-
-    command: str
-    switch: str
-    purpose: str
+    command: str  # its own name
+    switch: str  # that the name sets
+    purpose: str  # of both together
 
 
 NAMES = {
@@ -134,11 +119,10 @@ def _command(name: str) -> Command:
 
 
 def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
-    """Return the parser of these commands."""
     known = [_command(name) for name in names]
-    listed = [
-        f"  {command.name:<10} {_folded(command.purpose)}" for command in known if command.name in MODULES.keys() - _UNLISTED
-    ]
+    names, below = {command.name: f"  {command.name:<10} " for command in known if command.name in _LISTED}, " " * 13
+    purposes = ((names[command.name], command.purpose) for command in known if command.name in names)
+    listed = [textwrap.fill(text, help_width(), initial_indent=name, subsequent_indent=below) for name, text in purposes]
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND [options]",
@@ -149,9 +133,7 @@ def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     subparsers = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     for command in known:
         added = subparsers.add_parser(
-            command.name,
-            description=f"{command.purpose[0].upper()}{command.purpose[1:]}.",
-            epilog=command.example,
+            command.name, description=f"{command.purpose[0].upper()}{command.purpose[1:]}.", epilog=command.example
         )
         added.set_defaults(run=command.run)
         command.add_arguments(added)
@@ -163,11 +145,6 @@ def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     )
     parser.add_help_flags()
     return parser
-
-
-def _folded(purpose: str) -> str:
-    """Wrap the line of a command in the list."""
-    return textwrap.fill(purpose, help_width() - 13).replace("\n", "\n" + " " * 13)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from megatron_epp.plan.writing import write_text
 from megatron_epp.tools.cli.planning_flags import add_model, flags_of, of_model
 from megatron_epp.tools.cli.terminal import Parser, add_output, progress, say
 from megatron_epp.tools.formulas.analytic import analytic_profile
-from megatron_epp.tools.formulas.library import RATES, load_cluster, shape_of
+from megatron_epp.tools.formulas.library import RATES, Cluster, load_cluster, shape_of
 from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import Profile
 from megatron_epp.tools.formulas.profile_fit import fit_profile
@@ -29,21 +29,14 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the flags of a measurement."""
     group = parser.add_argument_group("measurement", "of a layer, the embedding and the head of a model")
     what = "measure, and write a cost profile to -o, instead of looking (needs torch)"
     group.add_argument("--profile", action="store_true", help=what)
-    group.add_argument(
-        "--tokens", type=_numbers, metavar="N,N,...", help="tokens of chunks and slices to measure (default: by device)"
-    )
-    group.add_argument(
-        "--prefixes", type=_numbers, metavar="N,N,...", help="tokens before a slice to measure, from 0 (default: by device)"
-    )
-    group.add_argument(
-        "--by-formula",
-        metavar="CLUSTER",
-        help="do not measure: write what the formulas give for this machine, marked as such (default: measure)",
-    )
+    for name, sizes in (("tokens", "tokens of chunks and slices"), ("prefixes", "tokens before a slice")):
+        text = f"{sizes} to measure{', from 0' * (name == 'prefixes')} (default: by device)"
+        group.add_argument(f"--{name}", type=_numbers, metavar="N,N,...", help=text)
+    formula = "do not measure: write what the formulas give for this machine, marked as such (default: measure)"
+    group.add_argument("--by-formula", metavar="CLUSTER", help=formula)
     add_output(group, "write the profile as JSON; --profile needs it (default: none)")
     add_model(parser.add_argument_group("model", "(default: an 8B model)"))
 
@@ -52,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, and print the residuals. Raises `EppError`."""
     if args.output is None:
         args.parser.error("the following arguments are required: -o/--output")
-    profile = _measured(args) if args.by_formula is None else _by_formula(args)
+    with of_model(args):
+        shape = shape_of(flags_of(args))
+    profile = _measured(args, shape) if args.by_formula is None else _by_formula(shape, load_cluster(args.by_formula))
     write_text(args.output, profile.to_json() + "\n")
     say(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
     if residuals := profile.origin.get("residuals"):
@@ -61,10 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _by_formula(args: argparse.Namespace) -> Profile:
-    with of_model(args):
-        shape = shape_of(flags_of(args))
-    cluster = load_cluster(args.by_formula)
+def _by_formula(shape: ModelShape, cluster: Cluster) -> Profile:
     origin = {
         "source": "analytic: by formula from the model's shape and the machine's rates, nothing was measured",
         "machine": cluster.name,
@@ -74,9 +66,7 @@ def _by_formula(args: argparse.Namespace) -> Profile:
     return replace(analytic_profile(shape, cluster.rates), origin=origin)
 
 
-def _measured(args: argparse.Namespace) -> Profile:
-    with of_model(args):
-        shape = shape_of(flags_of(args))
+def _measured(args: argparse.Namespace, shape: ModelShape) -> Profile:
     import torch
 
     from megatron_epp.tools.machine.profiling import Grid
@@ -90,12 +80,7 @@ def _measured(args: argparse.Namespace) -> Profile:
 
 
 def measure_profile(shape: ModelShape, device: torch.device, grid: Grid) -> Profile:
-    """Measure a model's parts and the link between two ranks, and fit a profile.
-
-    Args:
-        shape: of the model; one rank's share is measured.
-        device: where to measure.
-    """
+    """Measure one rank's share of a model's parts and the link between two ranks, and fit a profile."""
     import torch
 
     from megatron_epp.runtime.links.processes import measure_link

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_epp.cost import Costs
@@ -65,36 +66,26 @@ before a launch, what every rank of 8 GPUs of 80 GB holds, and a picture of it o
     --stages 8 --memory-out memory.png
 """
 
-_LARGEST_DEVICE_BYTES = 141 << 30
-"""Memory of the largest device of shipped clusters, an H200's."""
+_LARGEST_DEVICE_BYTES = 141 << 30  # memory of the largest device of shipped clusters, an H200's
 _OTHER_SIZES = "\n`megatron-epp advise` tries sizes, layouts and contexts, and prints what fits."
-_LABEL_WIDTH = 20
-"""Width in characters reserved next to a curve of memory."""
+_LABEL_WIDTH = 20  # width in characters reserved next to a curve of memory
 
 
 def _add_plan(parser: Parser) -> None:
     add_problem(parser)
     add(parser, "planner")
     add_output(parser, "write the plan as JSON (default: do not)")
-    parser.add_argument(
-        "--why",
-        action="store_true",
-        help="print how the search came to the plan, why ranks recompute, and what other values would give",
-    )
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="print what every rank holds at its peak, part by part, and the smallest cap that would do",
-    )
+    switch = partial(parser.add_argument, action="store_true")
+    switch("--why", help="print how the search came to the plan, why ranks recompute, and what other values would give")
+    switch("--memory", help="print what every rank holds at its peak, part by part, and the smallest cap that would do")
     drawn = "draw memory over time, as .html to explore, .png, .svg or .pdf (default: do not)"
     parser.add_argument("--memory-out", type=picture_or_page, metavar="FILE", help=drawn)
-    parser.add_argument("--json", action="store_true", help="with --memory, print its figures as JSON")
+    switch("--json", help="with --memory, print its figures as JSON")
     parser.add_argument("--layout-out", type=output, metavar="FILE", help="write the layout as JSON (default: do not)")
     add_width(parser)
 
 
 def add_width(parser: Parser) -> None:
-    """Add the flags for the size of a plan's text."""
     parser.add_argument("--width", type=COUNT, default=120, metavar="N", help="characters per line of text (%(default)s)")
     parser.add_argument("--all", action="store_true", help="print every chunk and whole lines")
 
@@ -160,10 +151,8 @@ def _tell_too_large(best: Plan) -> None:
     """Hint at the flags of a cap if there is none and no device holds the plan."""
     peak = max(best.predicted.peak_bytes)
     if peak > _LARGEST_DEVICE_BYTES and all(map(is_unlimited, best.cap_bytes)):
-        tell(
-            f"{PROGRAM}: a peak of {format_bytes(peak)} is more than an H200 has, and plans have no cap: give --cluster or "
-            "--memory-cap-gb"
-        )
+        todo = "is more than an H200 has, and plans have no cap: give --cluster or --memory-cap-gb"
+        tell(f"{PROGRAM}: a peak of {format_bytes(peak)} {todo}")
 
 
 def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[Plan, list[str]]:
@@ -181,11 +170,7 @@ def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[
 
 
 def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, best: Plan, refusal: str) -> None:
-    """Print what every rank holds, draw it, and tell the smallest cap without offload, which takes a plan more.
-
-    Args:
-        refusal: why the batch does not fit under the caps that were asked for; empty if it does.
-    """
+    """Print what every rank holds, draw it, and tell the smallest cap without offload, which takes a plan more."""
     breakdown = memory_breakdown(best, costs)
     if args.memory_out and is_page(args.memory_out):
         save_page([Shown(args.planner, best, breakdown=breakdown)], args.memory_out)

@@ -40,20 +40,10 @@ from megatron_epp.tools.formulas.library import (
 from megatron_epp.tools.formulas.parameters import parameters_of, summary
 
 _SHAPE = tuple(row.setting for row in SHAPE)
-SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")
-"""Settings of the flags that `add_shape` adds."""
-OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)
-"""Settings of the flags that `add_optimizer` adds."""
-FP8_FLAGS = tuple(row.setting for row in FP8)
-"""Settings of the flags of casts to FP8."""
-_SHARING = (
-    "tensor_parallel",
-    "sequence_parallel",
-    "context_parallel",
-    "expert_parallel",
-    "expert_tensor_parallel",
-    "expert_dispatcher",
-)
+SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")  # settings of the flags that `add_shape` adds
+OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)  # settings of the flags that `add_optimizer` adds
+FP8_FLAGS = tuple(row.setting for row in FP8)  # settings of the flags of casts to FP8
+_PARALLEL = ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
 _MODEL: dict[str, Any] = {
     "num_layers": 32,
     "hidden_size": 4096,
@@ -73,15 +63,12 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add_batch(parser, several_batches)
     pipeline = parser.add_argument_group("pipeline")
     add(pipeline, "num_stages", default=None)
-    add(pipeline, "layout")
-    add(pipeline, "vocab_parallel")
-    add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "overlap_exchanges")
+    add(pipeline, "layout", "vocab_parallel", "chunk_tokens", "slices", "token_multiple", "split_weight", "overlap_exchanges")
     add(pipeline, "plan_limit_s", "seed")
     memory = parser.add_argument_group("memory")
     add(memory, "cap_bytes", "fragmentation_share", "recompute", "recompute_modes", "offload", "host_cap_bytes")
-    costs = parser.add_argument_group(
-        "costs", "from a profile, or by formula from a model and a machine (default: an 8B model)"
-    )
+    sources = "from a profile, or by formula from a model and a machine (default: an 8B model)"
+    costs = parser.add_argument_group("costs", sources)
     add(costs, "costs_file")
     add_model(costs)
     add(costs, *FP8_FLAGS)
@@ -91,13 +78,11 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
 
 
 def add_model(costs: argparse._ArgumentGroup) -> None:
-    """Add the flags for a model's shape, and for the ranks that share it."""
     add_shape(costs)
-    add(costs, *_SHARING)
+    add(costs, "tensor_parallel", "sequence_parallel", *_PARALLEL[1:], "expert_dispatcher")
 
 
 def add_shape(costs: argparse._ArgumentGroup) -> None:
-    """Add the flags for a model's shape."""
     add(costs, "model", *_SHAPE)
     add(costs, "loss_block_tokens", default=None)
 
@@ -110,7 +95,7 @@ def add_optimizer(group: argparse._ArgumentGroup) -> None:
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return Megatron's flags of the model and optimizer: from the file or an 8B model, with given flags taking precedence."""
     flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
-    rows = [ROWS[setting] for setting in (*_SHAPE, *_SHARING, *FP8_FLAGS, "loss_block_tokens", "latents")]
+    rows = [ROWS[setting] for setting in (*_SHAPE, *_PARALLEL, *FP8_FLAGS, "loss_block_tokens", "latents")]
     values = {row.dest: getattr(args, row.short_dest, None) for row in rows if row.training}
     values |= {row.dest: getattr(args, row.short_dest, None) or None for row in OPTIMIZER if row.is_switch}
     values |= {row.dest: getattr(args, row.short_dest, None) for row in OPTIMIZER if not row.is_switch}
@@ -131,15 +116,13 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tell_sharing(args: argparse.Namespace) -> None:
-    """Log what a Hugging Face config was understood as, and how many ranks share a layer if the number comes from the model's
-    file and not from a flag.
-    """
+    """Log how a Hugging Face config was understood, and how many ranks share a layer where only the model's file says so."""
     if args.model is None or getattr(args, "costs", None) is not None:
         return
     flags, names = load_flags(args.model), names_of(args.parser)
     if is_config(args.model):
         tell(f"{PROGRAM}: model {args.model}: {summary(flags)}")
-    for setting in ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel"):
+    for setting in _PARALLEL:
         ranks = flags.get(ROWS[setting].dest)
         if getattr(args, ROWS[setting].short_dest) is None and isinstance(ranks, int) and ranks > 1:
             what, flag = setting.replace("_parallel", " parallelism"), names[setting]
@@ -160,12 +143,11 @@ def token_multiple(args: argparse.Namespace) -> int:
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
-    """Make the planning problem of a batch. Raises `EppError` for a bad cluster file."""
     cap_bytes = cap_of(args.memory_cap_gb, cluster_of(args))
     return Problem(
-        lengths=lengths,
-        placement=placement.rank_of,
-        cap_bytes=(cap_bytes,) * placement.num_ranks,
+        lengths,
+        placement.rank_of,
+        (cap_bytes,) * placement.num_ranks,
         token_multiple=token_multiple(args),
         forward_only=args.forward_only,
         host_cap_bytes=UNLIMITED_BYTES if args.host_memory_gb is None else int(args.host_memory_gb * 2**30),
@@ -180,14 +162,9 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
 
 
 def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, longest: int | None = None) -> PipelineCosts:
-    """Costs of the pipeline that the flags name.
+    """Return the costs of the pipeline that flags name; `longest` is of all batches.
 
-    Args:
-        layout: the layers of every stage.
-        longest: tokens of the longest possible sequence, if it is not among them.
-
-    Raises:
-        EppError: a file cannot be read, a flag does not fit the model, or the batch is more than can be planned.
+    Raises `EppError` if a file cannot be read, a flag does not fit the model, or the batch is more than can be planned.
     """
     source, _ = costs_source(args, longest or max(lengths, default=0))
     if args.costs is None:
@@ -204,13 +181,9 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, l
 
 
 def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | PipelineCosts, int]:
-    """Return the source of costs, a file or formulas, and the number of the model's layers.
+    """Return the source of costs, a file or formulas, and the number of layers; `longest` is for want of ``--context``.
 
-    Args:
-        longest: tokens of the longest sequence, where ``--context`` does not say.
-
-    Raises:
-        EppError: a file cannot be read, or a flag does not fit the model.
+    Raises `EppError` if a file cannot be read, or a flag does not fit the model.
     """
     flags = flags_of(args)
     if args.costs is None:
@@ -231,7 +204,6 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
 
 
 def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
-    """Costs of a pipeline of the model's parts."""
     flags = flags_of(args) | {"data_parallel_size": args.data_parallel}
     optimizer, share = OptimizerBytes.of_flags(flags, profile.weight_bytes), args.fragmentation_share
     share = 0.0 if share is None and args.rates == "cpu" else share
@@ -251,10 +223,8 @@ def cluster_of(args: argparse.Namespace) -> Cluster | None:
     if args.attention_kernel is None:
         return cluster
     if not cluster.rates.attention_kernel:
-        raise EppError(
-            f"--attention-kernel {args.attention_kernel}: rates of kernels are an H100's, and cluster {cluster.name} has its "
-            "own and names no attention_kernel: leave it out"
-        )
+        own = f"cluster {cluster.name} has its own and names no attention_kernel: leave it out"
+        raise EppError(f"--attention-kernel {args.attention_kernel}: rates of kernels are an H100's, and {own}")
     return replace(cluster, rates=replace(cluster.rates, attention_kernel=args.attention_kernel))
 
 

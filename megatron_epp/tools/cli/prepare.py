@@ -26,22 +26,13 @@ _TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
     "--tokenizer-model": {"metavar": "NAME|FILE", "help": "name of a Hugging Face model, or file or folder of the tokenizer"},
     "--vocab-file": {"metavar": "FILE", "help": "vocabulary of GPT2BPETokenizer and its kin"},
     "--merge-file": {"metavar": "FILE", "help": "merges of GPT2BPETokenizer and its kin"},
-    "--vocab-size": {
-        "metavar": "N",
-        "type": COUNT,
-        "help": "vocabulary size of NullTokenizer, whose text is ids, and TikTokenizer",
-    },
+    "--vocab-size": {"metavar": "N", "type": COUNT}
+    | {"help": "vocabulary size of NullTokenizer, whose text is ids, and TikTokenizer"},
     "--tiktoken-pattern": {"metavar": "NAME", "help": "pattern of TikTokenizer"},
-    "--tokenizer-special-tokens": {
-        "metavar": "TOKEN",
-        "nargs": "+",
-        "dest": "special_tokens",
-        "help": "special tokens to add to the tokenizer",
-    },
-    "--tokenizer-hf-no-include-special-tokens": {
-        "action": "store_true",
-        "help": "leave out what a Hugging Face tokenizer puts around every text",
-    },
+    "--tokenizer-special-tokens": {"metavar": "TOKEN", "nargs": "+", "dest": "special_tokens"}
+    | {"help": "special tokens to add to the tokenizer"},
+    "--tokenizer-hf-no-include-special-tokens": {"action": "store_true"}
+    | {"help": "leave out what a Hugging Face tokenizer puts around every text"},
     "--trust-remote-code": {"action": "store_true", "help": "run code that comes with a Hugging Face tokenizer"},
 }
 
@@ -76,68 +67,40 @@ def encoder_from(args: Namespace) -> Encoder:
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
-    files = parser.add_argument_group("files")
-    files.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="folders (a document per file), files of JSONL (compressed or not) or Parquet, or single files",
-    )
-    files.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help=f"writes PREFIX.bin, PREFIX.idx for --data-path PREFIX, and PREFIX{SUFFIX}",
-    )
-    files.add_argument(
-        "--suffixes",
-        nargs="+",
-        metavar=".SUFFIX",
-        help=f"files to take from folders (default: {' '.join(SUFFIXES)}; with --chat {' '.join(RECORD_SUFFIXES)}), "
-        "compressed (.gz, .bz2, .xz, .zst) or not",
-    )
-    files.add_argument(
-        "--json-key",
-        metavar="KEY",
-        help="where a line or a row holds its document (default: text; with --chat messages or conversations)",
-    )
-    files.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        help="end documents with a token (default: yes; with --chat where the last answer has no stop token)",
-    )
-    files.add_argument("--overwrite", action="store_true", help="replace the files of an earlier pair of this prefix")
+    add = parser.add_argument_group("files").add_argument
+    inputs = "folders (a document per file), files of JSONL (compressed or not) or Parquet, or single files"
+    add("--input", nargs="+", required=True, metavar="PATH", help=inputs)
+    outputs = f"writes PREFIX.bin, PREFIX.idx for --data-path PREFIX, and PREFIX{SUFFIX}"
+    add("--output-prefix", required=True, metavar="PREFIX", help=outputs)
+    usual = f"(default: {' '.join(SUFFIXES)}; with --chat {' '.join(RECORD_SUFFIXES)})"
+    suffixes = f"files to take from folders {usual}, compressed (.gz, .bz2, .xz, .zst) or not"
+    add("--suffixes", nargs="+", metavar=".SUFFIX", help=suffixes)
+    key = "where a line or a row holds its document (default: text; with --chat messages or conversations)"
+    add("--json-key", metavar="KEY", help=key)
+    end = "end documents with a token (default: yes; with --chat where the last answer has no stop token)"
+    add("--append-eod", action=argparse.BooleanOptionalAction, help=end)
+    add("--overwrite", action="store_true", help="replace the files of an earlier pair of this prefix")
     add_tokenizer_arguments(parser)
     add_chat_arguments(parser)
 
 
 def add_chat_arguments(parser: ArgumentParser) -> None:
-    """Flags of conversations, of which only some messages are trained."""
-    group = parser.add_argument_group(
+    add = parser.add_argument_group(
         "chats",
         "lines of JSONL or rows of Parquet with a list of messages, each with role and content, or as ShareGPT has them with "
         "from and value, for a Hugging Face tokenizer with a chat template",
-    )
-    group.add_argument(
-        "--chat", action="store_true", help=f"every line is a conversation; also writes PREFIX{MASK_SUFFIX}, the trained tokens"
-    )
-    group.add_argument("--train-on", nargs="+", metavar="ROLE", help=f"roles whose messages are trained (default: {ASSISTANT})")
-    group.add_argument(
-        "--chat-turns",
-        choices=TURNS,
-        default=TURNS[0],
-        help="which answers are trained: all, each as a sample of its own where the chat template changes earlier answers, or "
-        "the last of each conversation (default: all)",
-    )
-    group.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja template in place of the tokenizer's own (default: the tokenizer's)"
-    )
+    ).add_argument
+    chat = f"every line is a conversation; also writes PREFIX{MASK_SUFFIX}, the trained tokens"
+    add("--chat", action="store_true", help=chat)
+    add("--train-on", nargs="+", metavar="ROLE", help=f"roles whose messages are trained (default: {ASSISTANT})")
+    own = "each as a sample of its own where the chat template changes earlier answers"
+    turns = f"which answers are trained: all, {own}, or the last of each conversation (default: all)"
+    add("--chat-turns", choices=TURNS, default=TURNS[0], help=turns)
+    template = "Jinja template in place of the tokenizer's own (default: the tokenizer's)"
+    add("--chat-template", metavar="FILE", help=template)
 
 
 def run(args: Namespace) -> int:
-    """The ``megatron-epp prepare`` command: prepare, then print the summary."""
     of_chats = {"--train-on": args.train_on, "--chat-template": args.chat_template, "--chat-turns": args.chat_turns != TURNS[0]}
     if not args.chat and any(of_chats.values()):
         raise EppError(f"{next(flag for flag, value in of_chats.items() if value)} is for conversations: add --chat")
@@ -149,8 +112,8 @@ def run(args: Namespace) -> int:
         # On import Megatron warns of missing GPU libraries, which play no part here.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         encoder = encoder_from(args)
-        what = f"preparing {', '.join(map(str, args.input))}"
-        with progress(what):  # loading Megatron's writer of .idx files takes seconds, too
+        with progress(f"preparing {', '.join(map(str, args.input))}"):  # loading Megatron's writer of .idx takes seconds, too
+            chat = (args.train_on or [ASSISTANT], args.chat_template, args.chat_turns) if args.chat else None
             summary = prepare(
                 args.input,
                 args.output_prefix,
@@ -158,9 +121,7 @@ def run(args: Namespace) -> int:
                 append_eod=args.append_eod,
                 suffixes=args.suffixes,
                 json_key=args.json_key,
-                chat=chat_encoder(encoder, args.train_on or [ASSISTANT], args.chat_template, args.chat_turns)
-                if args.chat
-                else None,
+                chat=chat and chat_encoder(encoder, *chat),
             )
     say(str(summary))
     return 0

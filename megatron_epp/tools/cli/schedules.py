@@ -23,11 +23,7 @@ _COMPARE = "`megatron-epp compare --planner NAME` (several, or all) compares the
 def layout_for(planner: str, layout: Layout) -> Layout:
     """Return the layout with which a planner can plan: the given one, or even layers at the placement of its schedule.
 
-    Args:
-        planner: its name; of one of a user's own, the layout stays.
-
-    Raises:
-        EppError: there are more stages than layers, or the schedule needs another division of them.
+    Raises `EppError` if there are more stages than layers, or the schedule needs another division of them.
     """
     entry = PLANNERS.entry(planner)
     if entry is None or entry.fixed is None:
@@ -59,7 +55,6 @@ def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Print the table of planners."""
     entries, rows = PLANNERS.entries(), []
     for name, entry in entries.items():
         uses = ["W"] * entry.splits_weight + ["offload"] * entry.offloads
@@ -78,7 +73,6 @@ def run(_: argparse.Namespace) -> int:
 
 
 def _stages(entry: PlannerEntry) -> str:
-    """Say how many stages of a rank a planner plans for."""
     if entry.fixed is None:
         return "any" if entry.begins_with_greedy else "any, looped" if entry.interleaves else "1"
     return entry.fixed.stages

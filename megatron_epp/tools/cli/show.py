@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -59,7 +60,6 @@ _READERS = {name: f"megatron_epp.contrib.foreign:{name}" for name in ("is_table"
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "plans",
         metavar="PLAN.json",
@@ -68,31 +68,16 @@ def add_arguments(parser: Parser) -> None:
         "Several: to compare them on a page, or to prove plans of replicas that share experts. --proof also takes tables of "
         "torch.distributed.pipelining (.csv), zero-bubble or Primus",
     )
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--proof", action="store_true", help="prove the plan, or report every violation; exit code 1 when there are any"
-    )
-    instead.add_argument(
-        "--times", action="store_true", help="simulate the plan and print when each rank works, and the most it holds"
-    )
-    instead.add_argument(
-        "--lowered",
-        action="store_true",
-        help="print what each rank issues, in order: actions, copies, sends, receives and reductions",
-    )
-    parser.add_argument(
-        "--measured",
-        metavar="FILE",
-        help="a run of this plan, as training wrote it, to draw next to it (default: none; of a folder, its own)",
-    )
-    add_output(
-        parser,
-        ".html for a page to explore, .png, .svg or .pdf for a Gantt picture, .json for a trace (for ui.perfetto.dev), .txt; "
-        "without it text on the screen",
-    )
-    parser.add_argument(
-        "--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage (default: none)"
-    )
+    switch = partial(parser.add_mutually_exclusive_group().add_argument, action="store_true")
+    switch("--proof", help="prove the plan, or report every violation; exit code 1 when there are any")
+    switch("--times", help="simulate the plan and print when each rank works, and the most it holds")
+    switch("--lowered", help="print what each rank issues, in order: actions, copies, sends, receives and reductions")
+    run_of_it = "a run of this plan, as training wrote it, to draw next to it (default: none; of a folder, its own)"
+    parser.add_argument("--measured", metavar="FILE", help=run_of_it)
+    formats = ".html for a page to explore, .png, .svg or .pdf for a Gantt picture, .json for a trace (for ui.perfetto.dev)"
+    add_output(parser, f"{formats}, .txt; without it text on the screen")
+    gantt = "write a Gantt picture with the memory of every stage (default: none)"
+    parser.add_argument("--png", type=picture, metavar="FILE", help=gantt)
     parser.add_argument("--trace", type=output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)")
     add_width(parser)
 
@@ -129,11 +114,9 @@ def _prove(paths: list[str]) -> int:
             num_messages = sum(map(len, rows)) - sum(len(step.actions) for row in plan.ranks for step in row)
             say(f"its own {num_messages} sends and receives cannot hang, not even on one hardware queue")
         if is_table and not violations:
-            peaks = plan.predicted.peak_bytes
-            say(
-                f"bubble {plan.predicted.bubble_fraction:.1%} if F, B and W take equally long; rank {peaks.index(max(peaks))} "
-                f"keeps most, {max(peaks)} microbatches of a stage"
-            )
+            peaks, bubble = plan.predicted.peak_bytes, f"bubble {plan.predicted.bubble_fraction:.1%}"
+            most = f"rank {peaks.index(max(peaks))} keeps most, {max(peaks)} microbatches of a stage"
+            say(f"{bubble} if F, B and W take equally long; {most}")
     unmatched = [] if any(violations_of_plans) else check_lockstep(plans)
     for fault in unmatched:
         say(str(fault))
@@ -204,17 +187,11 @@ def _load(path: Path, measured_path: Path | None) -> Shown:
 
 
 class _Proven(NamedTuple):
-    """Contents of a file to prove.
+    """Contents of a file to prove."""
 
-    Attributes:
-        plan: of the file, or as which a table is read.
-        launches: that a table has itself; None if lowering adds them.
-        is_table: the file is a table of another system.
-    """
-
-    plan: Plan
-    launches: Rows | None = None
-    is_table: bool = False
+    plan: Plan  # of the file, or as which a table is read
+    launches: Rows | None = None  # that a table has itself; None if lowering adds them
+    is_table: bool = False  # the file is a table of another system
 
 
 def _read(path: str) -> _Proven:

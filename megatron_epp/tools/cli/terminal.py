@@ -26,32 +26,23 @@ from megatron_epp.plan.reading import printable
 from megatron_epp.tools.report.text import clip
 
 PROGRAM = "megatron-epp"
-ERROR = 2
-"""Exit code of a command that ended with an error that it told."""
-EXACT_PLANNER_LOG = "megatron_epp.contrib.exact"
-"""Package of the exact planner, whose last message commands print."""
-_WIDEST = 2000
-"""Characters after which a line of an error is cut."""
-PATIENCE_S = 2.0
-"""Seconds before the first progress line: shorter work prints nothing."""
+ERROR = 2  # exit code of a command that ended with an error that it told
+EXACT_PLANNER_LOG = "megatron_epp.contrib.exact"  # package of the exact planner, whose last message commands print
+_WIDEST = 2000  # characters after which a line of an error is cut
+PATIENCE_S = 2.0  # seconds before the first progress line: shorter work prints nothing
 _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
 PICTURES = (".png", ".svg", ".pdf")
 PAGE = ".html"
-_HELP_WIDTH = 100
-"""Most characters of a line of help."""
-_FLAG_WIDTH = 20
-"""Characters of a flag before its text, if it is not longer."""
+_HELP_WIDTH = 100  # most characters of a line of help
+_FLAG_WIDTH = 20  # characters of a flag before its text, if it is not longer
 
 
 def help_width() -> int:
-    """Return the width of help texts on this terminal, in characters."""
     return min(_HELP_WIDTH, shutil.get_terminal_size().columns) - 2
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formats help: a flag goes by one name, its text begins in its line and goes on below it, and long lines of descriptions
-    are wrapped; commands of examples, which are indented, stay as they are.
-    """
+    """Formats help: a flag has one name and its text in its line, prose is wrapped, indented commands of examples are not."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=help_width())
@@ -78,7 +69,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def long_names(action: argparse.Action) -> list[str]:
-    """Return the names of a flag that are words."""
     return [name for name in action.option_strings if name.startswith("--")]
 
 
@@ -98,7 +88,6 @@ class Parser(SuggestingParser):
         self.usage = self.usage or self._usage()
 
     def _usage(self) -> str:
-        """Name the arguments that a command needs."""
         formatter, words = self._get_formatter(), ["%(prog)s", "[options]"]
         for action in sorted(self._actions, key=lambda argument: not argument.option_strings):
             if action.required or not action.option_strings:
@@ -107,10 +96,7 @@ class Parser(SuggestingParser):
         return " ".join(words)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse arguments as `parse_args` does, with errors raised by the subcommand's own parser.
-
-        The subcommand reports words that it does not know, and output files and folders that it could not write.
-        """
+        """Parse as `parse_args` does; the subcommand's own parser reports unknown words and what it could not write."""
         args: argparse.Namespace
         args, unknown = self.parse_known_args(argv)
         command: Parser = args.parser
@@ -124,7 +110,6 @@ class Parser(SuggestingParser):
         return args
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with the words that this command does not know."""
         self.error(f"this command knows no {self.named(unknown)}")
 
     def error(self, message: str) -> NoReturn:
@@ -135,25 +120,14 @@ class Parser(SuggestingParser):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of the command line.
-
-    Attributes:
-        name: word that selects it.
-        purpose: line for the list of commands.
-        add_arguments: adds its flags to a parser.
-        run: runs it and returns the exit code.
-        example: text below its help.
-    """
-
-    name: str
-    purpose: str
-    add_arguments: Callable[[Parser], None]
-    run: Callable[[argparse.Namespace], int]
-    example: str = ""
+    name: str  # word that selects it
+    purpose: str  # line for the list of commands
+    add_arguments: Callable[[Parser], None]  # adds its flags to a parser
+    run: Callable[[argparse.Namespace], int]  # runs it and returns the exit code
+    example: str = ""  # text below its help
 
 
 def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) -> None:
-    """Add the flag that names the file to write."""
     settings: dict[str, Any] = {"type": output, "metavar": "FILE", "help": help}
     parser.add_argument("-o", "--output", **settings | changes)
 
@@ -169,14 +143,12 @@ def output_folder(text: str) -> str:
 
 
 def picture(text: str) -> str:
-    """Check that an argument names a picture to write."""
     if Path(text).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in {', '.join(PICTURES)}")
     return text
 
 
 def picture_or_page(text: str) -> str:
-    """Check that an argument names a picture, or a page, to write."""
     if Path(text).suffix.lower() not in (*PICTURES, PAGE):
         raise argparse.ArgumentTypeError(
             f"{text}: the name ends in {PAGE} for a page, or in {', '.join(PICTURES)} for a picture"
@@ -185,7 +157,6 @@ def picture_or_page(text: str) -> str:
 
 
 def is_page(path: str) -> bool:
-    """True for the name of a page."""
     return Path(path).suffix.lower() == PAGE
 
 

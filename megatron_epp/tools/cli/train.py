@@ -31,25 +31,14 @@ see what would run, without running it
 
 def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add(
-        "-c",
-        "--config",
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="a YAML file, or the name of a shipped one such as recipes/llama3-8b-128k; repeat it for more, the last wins",
-    )
-    add(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="settings that override the files': lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets",
-    )
+    files = "a YAML file, or the name of a shipped one such as recipes/llama3-8b-128k; repeat it for more, the last wins"
+    add("-c", "--config", action="append", required=True, metavar="FILE", help=files)
+    more = "settings that override the files': lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets"
+    add("overrides", nargs="*", metavar="KEY=VALUE", help=more)
     add("--dry-run", action="store_true", help="check the settings and print the command; start nothing, write nothing")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print, save, and become torchrun."""
     settings = load_settings(args.config, args.overrides)
     launch = settings.launch
     with progress("reading Megatron's flags"), naming_file(f"-c {', '.join(args.config)}"):
@@ -73,11 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list[str]:
-    """Return the flags of a run of `world_size` processes, checked as the training script does; with its files if wanted.
-
-    Raises:
-        EppError: a key, a value, or several of them together are refused.
-    """
+    """Return the flags of a run, checked as the training script does, with its files if wanted. Raises `EppError`."""
     if settings.cluster is not None:
         find("clusters", settings.cluster)
     with quietly():

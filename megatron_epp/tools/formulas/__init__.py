@@ -6,15 +6,5 @@ from megatron_epp.tools.formulas.hardware import CPU, H100, H100_NODE, Rates
 from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import ModelPart, Profile
 
-__all__ = [
-    "CPU",
-    "H100",
-    "H100_NODE",
-    "ModelPart",
-    "ModelShape",
-    "Profile",
-    "Rates",
-    "analytic_costs",
-    "analytic_profile",
-    "on_device",
-]
+__all__ = ["CPU", "H100", "H100_NODE", "ModelPart", "ModelShape", "Profile", "Rates"]
+__all__ += ["analytic_costs", "analytic_profile", "on_device"]

@@ -28,14 +28,20 @@ from megatron_epp.tools.formulas.recurrent import DeltaShape, RecurrentShape, St
 MICROSECONDS = 1e6
 
 _RECURRENT: dict[str, type[RecurrentShape]] = {"G": DeltaShape, "M": StateSpaceShape}
-_MLPS = "-E"
-"""Symbols of recurrences, and of parts without a mixer, see `ModelShape.mixers`."""
+_MLPS = "-E"  # symbols of recurrences, and of parts without a mixer, see `ModelShape.mixers`
 
 _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
 """Times of launching: of weight gradients as a share of a backward, of attention as a share of a dense layer, of a layer with
 experts as a multiple of a dense layer; by counts of dispatched operations, whose times are those of `H100_NODE`."""
-_HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1
-"""Time of launching a head and an embedding as shares of a layer's. Assumed."""
+_HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1  # time of launching a head and an embedding as shares of a layer's. Assumed.
+
+
+_OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")
+_OF_SHAPE = (
+    *("num_layers", "dense_layers", "predictions", "queries_per_key", "expanded_bytes_per_token", "expanded_heads"),
+    *("hidden_bytes_per_token", "exchange_bytes_per_token", "uncast_bytes_per_token"),
+)
+"""Fields of a profile that are properties of the shape under the same names."""
 
 
 def analytic_costs(
@@ -64,27 +70,21 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
     attends, recurs = shape.share_of("*+"), {symbol: share for symbol in _RECURRENT if (share := shape.share_of(symbol))}
     states = sum(share * _RECURRENT[symbol].of(shape).state_bytes for symbol, share in recurs.items())
+    of_shape: dict[str, Any] = {name: getattr(shape, name) for name in _OF_SHAPE}
     return Profile(
         name=f"analytic:{rates.name}",
-        num_layers=shape.num_layers,
         layer=_mean(_layer, shape, rates),
         dense_layer=None if shape.dense is None else _mean(_layer, shape.dense, rates),
-        dense_layers=shape.dense_layers,
         attention=_mean(_attention_part, shape, rates),
         embedding=ModelPart(forward=forward + copy, backward=backward + copy, parameters=vocabulary, largest_weight=vocabulary),
         head=_head(shape, rates),
         prediction=_prediction(shape, rates) if shape.predictions else ModelPart(),
-        predictions=shape.predictions,
         cached_predictions=math.ceil(shape.predictions / attends) if attends else 0,
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
         kv_bytes_per_token=attends * (1 - shape.window_share) * shape.kv_bytes_per_token,
         handed_bytes=attends * shape.window_share * shape.window * shape.kv_bytes_per_token + states,
         handed_tokens=shape.window,
         kv_heads=shape.kv_heads_on_rank,
-        queries_per_key=shape.queries_per_key,
-        expanded_bytes_per_token=shape.expanded_bytes_per_token,
-        expanded_heads=shape.expanded_heads,
-        hidden_bytes_per_token=shape.hidden_bytes_per_token,
         weight_bytes=shape.bytes_per_value,
         message_latency_us=rates.message_latency_us,
         message_us_per_byte=MICROSECONDS / rates.message_bytes,
@@ -94,24 +94,17 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
         shards=shard_bytes(shape),
-        exchange_bytes_per_token=shape.exchange_bytes_per_token,
-        uncast_bytes_per_token=shape.uncast_bytes_per_token,
         least_working_bytes_per_token=least_working_bytes_per_token(shape),
         cast_bytes=_cast_bytes(shape),
+        **of_shape,
     )
 
 
 def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Profile:
     """Return a measured profile for a model that may relay latents, or one by formula if nothing is measured.
 
-    Times stay, and the time of making keys and values of latents is added by formula. Bytes follow formulas, as in any profile.
-
-    Args:
-        shape, rates: as `analytic_profile` takes them; with a shape that relays none a measured profile is returned, with the
-            bytes of casts of weights to FP8.
-
-    Raises:
-        EppError: the profile is of a model with experts in other layers.
+    Times stay, and the time of making keys and values of latents is added by formula. Bytes, also of casts to FP8, follow
+    formulas, as in any profile. Raises `EppError` if the profile is of a model with experts in other layers.
     """
     if measured is None:
         return analytic_profile(shape, rates)
@@ -130,14 +123,9 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
 
     def timed(part: ModelPart, own: ModelPart) -> ModelPart:
         again = {name: replace(mode, again=own.recompute[name].again) for name, mode in part.recompute.items()}
-        return replace(
-            part,
-            forward=own.forward + LinearTime(per_read_us=made_us),
-            backward=own.backward + LinearTime(0.0, made_us, per_read_us=3 * made_us),
-            weight=own.weight,
-            exchange=own.exchange,
-            recompute=again,
-        )
+        forward = own.forward + LinearTime(per_read_us=made_us)
+        backward = own.backward + LinearTime(0.0, made_us, per_read_us=3 * made_us)
+        return replace(part, forward=forward, backward=backward, weight=own.weight, exchange=own.exchange, recompute=again)
 
     there = "layer", "attention", *["dense_layer"] * bool(measured.dense_layers), *["prediction"] * bool(measured.predictions)
     parts: dict[str, Any] = {name: timed(getattr(formula, name), getattr(measured, name)) for name in there}
@@ -149,15 +137,10 @@ def _cast_bytes(shape: ModelShape) -> float:
     return 0.0 if shape.casts is None else shape.casts.weight_bytes
 
 
-_OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")
-
-
 def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
-    """Return the time that exchanging a token in one layer takes a group of 1, 2, 4, ... ranks, up to all of the shape's.
+    """Return the time of exchanging a token in one layer, forward or backward, in a group of 1, 2, 4, ... ranks.
 
-    Returns:
-        microseconds by the logarithm of the degree, for a forward, and again for a backward; empty if the number of
-        context-parallel ranks is 1 or no power of two.
+    Empty if the number of context-parallel ranks is 1 or no power of two.
     """
     ranks = shape.context_parallel
     if ranks == 1 or ranks & (ranks - 1):
@@ -183,11 +166,9 @@ def _mean(part: Callable[[ModelShape, Rates], ModelPart], shape: ModelShape, rat
 def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of one transformer layer.
 
-    Backward has twice the matrix products with weights, half of them for the weight gradient, and five products over the
-    pairs where forward has two.
-
-    With a split weight gradient, the tensors that it needs stay in memory: a gradient of residual width in addition to the
-    kept activations, and, after the backward of attention, still the MLP's inputs and gradients, four more of that width.
+    Backward has twice the matrix products with weights, half of them for the weight gradient, and five products over the pairs
+    where forward has two. A split weight gradient keeps its tensors in memory: a gradient of residual width besides the kept
+    activations, and after attention's backward the MLP's inputs and gradients, four more of that width.
     """
     overhead = LinearTime(rates.layer_overhead_us)
     launch_forward, launch_backward = _launches(rates, _layer_launches(shape))
@@ -222,9 +203,7 @@ def _layer(shape: ModelShape, rates: Rates) -> ModelPart:
 
 
 def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
-    """Costs of one depth of multi-token prediction without its logits: a projection of the hidden state and the embedding of a
-    token ahead, a layer, and three norms.
-    """
+    """Costs of one depth of multi-token prediction without its logits: a projection, a layer, and three norms."""
     layer, parameters = _layer(shape, rates), 2 * shape.hidden_size**2
     linear, hidden = _layer_products(shape, parameters, rates), shape.hidden_bytes_per_token
     moved = LinearTime(0.0, MICROSECONDS * 8 * hidden / rates.memory_bytes)
@@ -291,17 +270,11 @@ def _mlp_layer(shape: ModelShape, rates: Rates) -> ModelPart:
 def _alone(part: ModelPart, modes: dict[str, ModeCosts], hidden: float) -> ModelPart:
     """Return a part as a layer, whose peaks are what it keeps, and a gradient where its weights' are split off."""
     peak = part.bytes_per_token + hidden
-    return replace(
-        part,
-        recompute=modes,
-        attended_bytes_per_token=part.bytes_per_token,
-        apart_bytes_per_token=peak,
-        apart_attended_bytes_per_token=peak,
-    )
+    part = replace(part, recompute=modes, attended_bytes_per_token=part.bytes_per_token)
+    return replace(part, apart_bytes_per_token=peak, apart_attended_bytes_per_token=peak)
 
 
 def _mlp_again(shape: ModelShape, rates: Rates) -> LinearTime:
-    """Time of recomputing the forward of a layer's MLP and norms."""
     linear = _layer_products(shape, shape.mlp_parameters_per_token, rates)
     moved_bytes = 2 * (shape.mlp_bytes_per_token + 3 * shape.hidden_bytes_per_token)
     launch, _ = _launches(rates, _layer_launches(shape) - _ATTENTION_LAUNCHES)
@@ -321,27 +294,25 @@ def _layer_launches(shape: ModelShape) -> float:
 def _head(shape: ModelShape, rates: Rates) -> ModelPart:
     """Final norm, logits and loss; they keep the norm's two tensors and fp32 probabilities.
 
-    With a loss by blocks the probabilities are not kept, backward also recomputes the product that makes the logits, its weight
-    gradient is never split off, and that gradient is counted with the workspace.
+    A loss by blocks keeps no probabilities, makes the logits again in backward, and never splits off its weight gradient, which
+    counts with the workspace.
     """
     logits, norm = 4.0 * shape.vocab_size / shape.ranks, 2 * shape.hidden_bytes_per_token
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
     moved = LinearTime(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
     launch_forward, launch_backward = _launches(rates, _HEAD_LAUNCHES)
     parameters, by_blocks = shape.vocabulary_parameters / shape.tensor_parallel, shape.loss_block_tokens > 0
+    block = shape.loss_block_tokens, shape.vocab_size // shape.tensor_parallel, shape.hidden_size, shape.bytes_per_value
+    to_split = shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token
     return ModelPart(
         forward=launch_forward + linear + moved,
         backward=launch_backward + linear.scaled(2 + by_blocks) + moved,
         weight=NO_TIME if by_blocks else launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
         bytes_per_token=norm if by_blocks else logits + norm,
-        weight_bytes_per_token=0.0
-        if by_blocks
-        else shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token,
+        weight_bytes_per_token=0.0 if by_blocks else to_split,
         parameters=parameters,
         largest_weight=0.0 if by_blocks else parameters,
-        workspace_bytes=loss_workspace_bytes(
-            shape.loss_block_tokens, shape.vocab_size // shape.tensor_parallel, shape.hidden_size, shape.bytes_per_value
-        ),
+        workspace_bytes=loss_workspace_bytes(*block),
     )
 
 
@@ -382,10 +353,9 @@ def _mixing(shape: ModelShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
 
 
 def _recurrence(shape: RecurrentShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
-    """Time of the forward and of the backward of a recurrence.
+    """Time of a recurrence, forward and backward: by assumption at attention's rates, with 2.5 times the products backward.
 
-    Its products are assumed to run at attention's rates and backward to have 2.5 times those of the forward, as attention's
-    has; what its kernels write for each other is read once in the forward, and made again and read twice in the backward.
+    What its kernels write for each other is read once in the forward, and made again and read twice in the backward.
     """
     products_us = MICROSECONDS * 2 * shape.rule_products / rates.attention_forward_flops
     moved_us = MICROSECONDS * shape.rule_bytes_per_token / rates.memory_bytes
@@ -393,13 +363,12 @@ def _recurrence(shape: RecurrentShape, rates: Rates) -> tuple[LinearTime, Linear
 
 
 def _core_attention(shape: ModelShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
-    """Time of the forward and of the backward of core attention, with two and five products over the pairs: of these one and
-    three are as wide as the queries, the others as the output.
+    """Time of core attention, forward and backward, with two and five products over the pairs: one and three are as wide as the
+    queries, the others as the output.
 
     Keys and values of latents are made in both, of a slice's prefix too; its backward adds to the gradients of the prefix's
     latents and of the matrix. Products for the slice's own tokens count with the linear layers, but for the backward's first.
-
-    A token of a layer with a window is taken to see all of it: of short sequences more than there is, by at most the window.
+    With a window a token is taken to see all of it: of short sequences more than there is, by at most the window.
     """
     queries, output = shape.attended_query_width, shape.attended_output_width
     forward, backward, ranks = (queries + output) / 2, (3 * queries + 2 * output) / 5, shape.ranks

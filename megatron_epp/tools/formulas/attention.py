@@ -46,25 +46,22 @@ BACKWARD_TFLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Rates of attention for heads of one width.
+    """Rates of attention for heads of one width."""
 
-    Attributes:
-        forward_flops, backward_flops: per second for long sequences, counting the pairs inside the mask.
-        forward_pairs, backward_pairs: that take as long as what a token costs beyond its pairs.
-    """
-
+    # forward_flops, backward_flops: per second for long sequences, counting the pairs inside the mask
     forward_flops: float
     backward_flops: float
+    # forward_pairs, backward_pairs: that take as long as what a token costs beyond its pairs
     forward_pairs: float
     backward_pairs: float
 
 
 @cache
 def speed_of(kernel: str, channels: float) -> Speed:
-    """Return a kernel's rates for heads of so many channels, by a line between the two published widths that are nearest.
+    """Return a kernel's rates, by a line between the two published widths of heads that are nearest, or of the last one.
 
-    Widths beyond the published ones have the rates of the last. A causal sequence has half as many pairs as one without a mask,
-    so half of the tokens h of its line are pairs of a token, and all of them without a mask.
+    A causal sequence has half as many pairs as one without a mask, so half of the tokens h of its line are pairs of a token,
+    and all of them without a mask.
     """
     (forward, of_causal), (backward, of_all) = (
         _between(kernel, channels, figures) for figures in (FORWARD_TFLOPS, BACKWARD_TFLOPS)

@@ -22,21 +22,16 @@ def on_device(
     uncast_bytes_per_token: float = 0.0,
     least_working_bytes_per_token: float = 0.0,
 ) -> PipelineCosts:
-    """Add the device memory that is used in addition to the tensors that autograd keeps.
+    """Add the device memory that is used in addition to the tensors that autograd keeps, which the costs have.
 
     A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
     each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size. Copies of tokens for
-    their experts, and kernels of Mamba-2, can take more. A chunk's whole logits are kept in fp32; while a pass computes them
-    there is a copy of them, or of their gradient, in two bytes each.
+    their experts, and kernels of Mamba-2, can take more (`least_working_bytes_per_token`), and gradients are not cast to FP8
+    (`uncast_bytes_per_token`). A chunk's whole logits are kept in fp32; while a pass computes them there is a copy of them, or
+    of their gradient, in two bytes each.
 
-    Args:
-        costs: costs that count kept tensors only.
-        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None for
-            `FRAGMENTATION_SHARE`.
-        buffers: bytes of each stage, see `Static`; None as in the costs.
-        exchange_bytes_per_token: see `PipelineCosts`.
-        uncast_bytes_per_token: what casts to FP8 save of the bytes that a layer keeps. Its gradients are not cast.
-        least_working_bytes_per_token: that layers hold while they run, whatever they keep (the function of this name).
+    `fragmentation_share` is what an allocator loses between its blocks, of the bytes held by chunks (`FRAGMENTATION_SHARE` if
+    None); `buffers` are bytes of each stage (`Static`), by default the costs'.
     """
     stages = []
     for number, stage in enumerate(costs.stages):

@@ -116,21 +116,13 @@ measured costs take them. The device is its own host: offloaded data is copied w
 
 
 def divide(sharing: int, split: int) -> tuple[int, int]:
-    """Number of ranks that use a node's shared link at once, and of pipeline ranks that take turns on it.
+    """Return the ranks that use a link which `sharing` devices in a row share, and the pipeline ranks that take turns on a
+    part.
 
-    Megatron numbers tensor-parallel ranks first, then context-parallel ones, then replicas, then stages, and ranks are devices
-    in that order. So a stage's ranks and their replicas are adjacent, and the next stage's ranks follow all of them.
-
-    Ranks that share a stage run the same plan, so they copy at the same times: each has its part of the link. Replicas run
-    plans of their own, whose copies may come at any time: they are taken to copy at the same times too. Stages of one pipeline
-    are planned together, so their copies take turns. Where the devices of a link are not whole stages, or only one stage's,
-    no ranks take turns and every rank has its part.
-
-    Args:
-        sharing: devices in a row that share a link.
-        split: ranks from one stage's to the next stage's in the same pipeline: tensor x context parallel ranks x replicas.
-
-    Returns:
-        ranks that use a link at once, and the consecutive pipeline ranks that take turns on each one's part.
+    Megatron numbers tensor-parallel ranks first, then context-parallel ones, then replicas, then stages: `split` is the product
+    of the first three. Ranks that share a stage run the same plan, so they copy at the same times: each has its part of the
+    link. Replicas run plans of their own, whose copies are taken to come at the same times too. Stages of one pipeline are
+    planned together, so their copies take turns. Where the devices of a link are not whole stages, or only one stage's, no
+    ranks take turns.
     """
     return (sharing, 1) if sharing % split else (split, sharing // split)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -20,7 +21,7 @@ type Flags = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The values of a config, under one of several names each: the first that it has, and that is not null.
+    """The values of a config, each under the first of several names that it has, and that is not null.
 
     Readers return the default where there is none, and raise `EppError` for anything else than what they read.
     """
@@ -77,14 +78,9 @@ type Part = Callable[[Config], Flags]
 
 
 def flags_of_config(body: Any) -> Flags:
-    """Convert a Hugging Face config to Megatron's flags, with underscores in the names.
+    """Convert the body of ``config.json`` to Megatron's flags, with underscores.
 
-    Args:
-        body: of ``config.json``.
-
-    Raises:
-        EppError: it is no object, the architecture is unknown (the message names the nearest), a size is missing or out of
-            its range, or the config contradicts itself.
+    Raises `EppError` if the architecture is unknown, a size is missing or out of its range, or the config contradicts itself.
     """
     if not isinstance(body, dict):
         raise EppError(f"a Hugging Face config is an object, not {brief(body)}")
@@ -101,7 +97,6 @@ def flags_of_config(body: Any) -> Flags:
 
 
 def trunk(config: Config) -> Flags:
-    """Read the width, the vocabulary and the norms."""
     flags = {
         "hidden_size": config.size("hidden_size"),
         "vocab_size": config.size("vocab_size"),
@@ -117,7 +112,6 @@ def trunk(config: Config) -> Flags:
 
 
 def count(config: Config) -> Flags:
-    """Read the number of layers."""
     return {"num_layers": config.size("num_hidden_layers", most=MOST_LAYERS)}
 
 
@@ -300,11 +294,6 @@ def switched_windows(config: Config, first: int | None = None) -> Flags:
     return usual_windows(_with_layers(config, ["full_attention"] * first + ["sliding_attention"] * MOST_LAYERS))
 
 
-def windows_everywhere(config: Config) -> Flags:
-    """Read windows that `use_sliding_window` turns on in all layers."""
-    return switched_windows(config, first=0)
-
-
 def alternating_windows(config: Config) -> Flags:
     """Read windows of every second layer, beginning with the first, where the config does not list the layers."""
     alternating = ["sliding_attention", "full_attention"] * MOST_LAYERS
@@ -385,7 +374,7 @@ ARCHITECTURES: dict[str, tuple[Part, ...]] = {
     "qwen3": (*_GQA, switched_windows, _QK_NORM),
     "olmo3": (*_GQA, windows, _QK_NORM),
     "mixtral": (*_GQA, experts, windows),
-    "qwen3_moe": (*_GQA, experts, windows_everywhere, _QK_NORM),
+    "qwen3_moe": (*_GQA, experts, partial(switched_windows, first=0), _QK_NORM),  # in all layers
     "minimax_m2": (*_GQA, experts, sigmoid_router, listed_windows, _QK_NORM),
     "glm4_moe": (*_GQA, experts, sigmoid_router, extra_prediction, listed_windows),
     "deepseek_v3": _LATENT,

@@ -24,58 +24,33 @@ from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.flags import ALLTOALL, DISPATCHERS, GATED_DELTA_NET, KERNELS, MACHINES
 from megatron_epp.plan.layer_flags import all_but_every, by_layer, pattern_of
 from megatron_epp.plan.layout import even_layers
-from megatron_epp.plan.reading import (
-    MOST_LAYERS,
-    MOST_SIZE,
-    brief,
-    naming_file,
-    nearest,
-    number,
-    parse_json,
-    read_text,
-)
+from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, naming_file, nearest, number, parse_json, read_text
 from megatron_epp.plan.yaml_files import MOST_YAML_BYTES, find, read_yaml
 from megatron_epp.tools.formulas.hardware import CPU, H100_NODE, Rates
-from megatron_epp.tools.formulas.model_shape import PARTS, DeltaNet, ModelShape, StateSpace
+from megatron_epp.tools.formulas.layer_sizes import PARTS, DeltaNet, StateSpace
+from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import FORMAT as PROFILE
 from megatron_epp.tools.formulas.profile import Profile
 
-RATES = dict(zip(MACHINES, (H100_NODE, CPU), strict=True))
-"""Rates by name, from which a cluster file starts."""
+RATES = dict(zip(MACHINES, (H100_NODE, CPU), strict=True))  # rates by name, from which a cluster file starts
 
 _VOCABULARY_MULTIPLE = 128
-MOST_GB = 1e9
-"""Largest memory of a device, in 2^30 bytes."""
-MOST_RATE = 1e30
-"""Largest rate, per second."""
-CONFIG = "config.json"
-"""Name of the file that describes a Hugging Face model."""
-DEVICES_PER_NODE = 8
-"""Devices per node if a cluster file does not set them."""
+MOST_GB = 1e9  # largest memory of a device, in 2^30 bytes
+MOST_RATE = 1e30  # largest rate, per second
+CONFIG = "config.json"  # name of the file that describes a Hugging Face model
+DEVICES_PER_NODE = 8  # devices per node if a cluster file does not set them
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A kind of machine.
-
-    Attributes:
-        name: of its file.
-        rates: of one device, and of the links between devices.
-        device_memory_gb: memory of one device, in 2^30 bytes; None for no cap.
-        devices_per_node: devices that reach each other at `rates.exchange_bytes`; all others do at `rates.message_bytes`.
-    """
-
-    name: str
-    rates: Rates
-    device_memory_gb: float | None
+    name: str  # of its file
+    rates: Rates  # of one device, and of the links between devices
+    device_memory_gb: float | None  # memory of one device, in 2^30 bytes; None for no cap
+    # Devices that reach each other at `rates.exchange_bytes`; all others do at `rates.message_bytes`
     devices_per_node: int = DEVICES_PER_NODE
 
     def linked(self, devices: int) -> Rates:
-        """Rates with the links between the ranks of a run of so many devices.
-
-        Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them.
-        Stages are assumed to be on different nodes, unless there is only one node.
-        """
+        """Rates with the links between the ranks of a run of so many devices; stages are on different nodes if possible."""
         rates, node = self.rates, self.devices_per_node
         if devices <= node:
             return replace(rates, message_bytes=max(rates.message_bytes, min(rates.exchange_bytes, 1e15)))
@@ -83,13 +58,9 @@ class Cluster:
 
 
 def load_flags(name: str) -> dict[str, Any]:
-    """Megatron's flags of a model, a dictionary with underscores in the names.
+    """Megatron's flags of a shipped model, a YAML file, a Hugging Face ``config.json``, or its folder, with underscores.
 
-    Args:
-        name: of a shipped model, of a YAML file, of a Hugging Face ``config.json``, or of the folder that holds one.
-
-    Raises:
-        EppError: there is no such file, or it does not describe a model.
+    Raises `EppError` if there is no such file, or it does not describe a model.
     """
     path = _path_of(name)
     if path.suffix == ".json":
@@ -171,13 +142,9 @@ def _learnt(text: str) -> PipelineCosts:
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:
-    """Shape of the model that Megatron's flags describe, with Megatron's defaults.
+    """Shape of the model that Megatron's flags describe, with Megatron's defaults; other flags are ignored.
 
-    Args:
-        flags: names with underscores; flags that do not bear on the shape are ignored.
-
-    Raises:
-        EppError: a flag that makes a shape is missing or is not a whole number.
+    Raises `EppError` if a flag that makes a shape is missing or is not a whole number.
     """
 
     def whole(name: str, default: int | None = None) -> int:
@@ -188,11 +155,8 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
 
     experts, expert_ranks = flags.get("num_experts"), whole("expert_model_parallel_size", 1)
     if expert_ranks > 1 and (experts is None or whole("num_experts") % expert_ranks):
-        raise EppError(
-            f"{expert_ranks} ranks cannot share {experts or 'no'} experts evenly",
-            Remedy("change", "expert_parallel"),
-            Remedy("change", "num_experts"),
-        )
+        remedies = Remedy("change", "expert_parallel"), Remedy("change", "num_experts")
+        raise EppError(f"{expert_ranks} ranks cannot share {experts or 'no'} experts evenly", *remedies)
     of_an_expert = whole("expert_tensor_parallel_size", whole("tensor_model_parallel_size", 1))
     if experts is not None and whole("moe_router_topk", 2) > whole("num_experts"):
         passed = flags.get("moe_router_topk", 2)
@@ -268,9 +232,9 @@ def _is_on(flags: dict[str, Any], name: str, switch: str) -> bool:
 
 
 def _router_bytes(flags: dict[str, Any], experts: int, chosen: int) -> float:
-    """Return the bytes that a router keeps of a token, and those of the permutation of its copies.
+    """Bytes that a router keeps of a token, scores in fp32 and positions in 8 bytes, and of the permutation of its copies.
 
-    Scores are in fp32, positions take 8 bytes. A loss that balances experts has scores and choices of its own.
+    A loss that balances experts has scores and choices of its own.
     """
     is_sigmoid = flags.get("moe_router_score_function") == "sigmoid"
     scored = 4 * experts + 4 * (chosen > 1) if is_sigmoid else 0
@@ -295,7 +259,6 @@ def _dispatcher(flags: dict[str, Any]) -> str:
 
 
 def _latent(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `ModelShape` for latent attention, with Megatron's defaults."""
     rotated = _whole(flags, "qk_pos_emb_head_dim", 64)
     return {
         "kv_channels": _whole(flags, "qk_head_dim", 128) + rotated,
@@ -367,23 +330,16 @@ def check_formulas(flags: dict[str, Any]) -> None:
     unknown += [f"moe_latent_size {brief(size)}"] if (size := flags.get("moe_latent_size")) else []
     unknown += [f"layers {symbol}" for symbol in sorted(set(pattern_of(flags)) - set(PARTS))]
     if unknown:
-        raise EppError(
-            f"there is no formula for {', '.join(unknown)}: models of grouped-query attention, latent attention, gated delta "
-            "nets or Mamba-2, with an MLP or experts, are planned by formula"
-        )
+        known = "models of grouped-query attention, latent attention, gated delta nets or Mamba-2, with an MLP or experts"
+        raise EppError(f"there is no formula for {', '.join(unknown)}: {known}, are planned by formula")
 
 
 def layers_of(flags: dict[str, Any]) -> int:
-    """Layers of the model that Megatron's flags describe. Raises `EppError`."""
     return _whole(flags, "num_layers")
 
 
 def token_multiple_of(flags: Mapping[str, Any]) -> int:
-    """Multiple to which a training pads the tokens of chunks: rows of products in FP8, on each rank that shares them.
-
-    Raises:
-        EppError: a number of ranks is none.
-    """
+    """Multiple to which a training pads chunks: rows of products in FP8, on each rank that shares them. Raises `EppError`."""
     shards = _whole(flags, "context_parallel_size", 1)
     shards *= _whole(flags, "tensor_model_parallel_size", 1) if flags.get("sequence_parallel") else 1
     casts = casts_of(flags)
@@ -418,19 +374,10 @@ def balanced_layers(
     *,
     shards_vocabulary: bool = False,
 ) -> tuple[int, ...]:
-    """Layers of each stage that make the ranks' times nearly equal: a large vocabulary leaves the last stage fewer layers, or
-    another stage of its rank.
+    """Layers of each stage that level the ranks' times: with a large vocabulary fewer layers on the last stage, or its rank.
 
-    With longer sequences the difference is smaller: attention makes layers take longer, and the vocabulary's work stays.
-
-    Args:
-        profile: times of a layer, of the embedding and of the head.
-        lengths: tokens of typical sequences; if empty, attention takes no time.
-        rank_of: the rank of every stage; empty for one stage per rank.
-        shards_vocabulary: all ranks share the head equally.
-
-    Raises:
-        EppError: there are more stages than layers.
+    Longer sequences make a layer take longer, and the vocabulary's work stays. Without lengths attention takes no time, without
+    `rank_of` every rank has one stage. Raises `EppError` if there are more stages than layers.
     """
     even_layers(num_layers, num_stages)
     pairs = pairs_per_token(lengths)

@@ -66,10 +66,7 @@ def prior(
 ) -> tuple[PipelineCosts, LinearTime]:
     """Return the costs of a run's pipeline, and the time of the output layer's weight gradient.
 
-    Args:
-        layers: of each stage.
-        trained: the share of each stage's parameters that trains; None if no backward of it computes gradients.
-        has_static: with the bytes of weights and optimizer states.
+    `trained` has the share of each stage's parameters that trains; None if no backward of it computes gradients.
     """
     profile, replicas = _profile(facts, file), facts.flags["data_parallel_size"]
 
@@ -93,9 +90,7 @@ def _rates(facts: RunFacts) -> Rates:
 
 
 def with_device_memory(facts: RunFacts, costs: PipelineCosts, buffers: Sequence[int] | None = None) -> PipelineCosts:
-    """Return costs with the bytes that the run's shards of the output layer hold, and the memory that autograd does not keep
-    (`on_device`). On a CPU that is not counted, so only a fragmentation share that is set applies.
-    """
+    """Add the bytes that shards of the output layer hold, and on GPUs the memory that autograd does not keep (`on_device`)."""
     shape, share = model_shape(facts), facts.flags.get("epp_fragmentation_share")
     if costs.vocabulary is not None:
         blocks = replace(shape, loss_block_tokens=facts.loss_block_tokens)
@@ -125,26 +120,18 @@ def share_that_trains(facts: RunFacts) -> float:
 
 
 def profile_for_search(facts: RunFacts, file: CostsFile | None = None) -> Profile:
-    """Return the costs by which layers are divided, before there is a last stage that knows how it computes its loss.
-
-    By formula, they are those of a loss by blocks where flags ask for one. Of what is frozen flags have a number alone.
-    """
+    """Return the costs by which layers are divided, before a last stage knows how it computes its loss: as flags ask for it."""
     shape = replace(model_shape(facts), loss_block_tokens=facts.loss_block_tokens)
     return _profile(facts, file, shape).training(share_that_trains(facts))
 
 
 def costs_of_layout(facts: RunFacts, profile: Profile, layout: Layout) -> PipelineCosts:
-    costs = profile.costs(
-        layout.layers,
-        optimizer=replace(facts.optimizer, trained_share=share_that_trains(facts)),
-        replicas=facts.flags["data_parallel_size"],
-        vocabulary_shares=layout.vocabulary_shares,
-    )
+    held, replicas = replace(facts.optimizer, trained_share=share_that_trains(facts)), facts.flags["data_parallel_size"]
+    costs = profile.costs(layout.layers, optimizer=held, replicas=replicas, vocabulary_shares=layout.vocabulary_shares)
     return with_device_memory(facts, costs, profile.gradient_buffers(len(layout.halves)))
 
 
 def sample_of(facts: RunFacts, profile: Profile, asked: LayoutQuestion) -> Sample:
-    """Return what a search needs: batches of the run, its costs, and the layouts that are allowed."""
     rank_of, caps = asked.first.placement.rank_of, (asked.cap_bytes,) * asked.first.placement.num_ranks
     both = (False, True)[: 1 + (share_that_trains(facts) == 1)]
     return Sample(
@@ -159,11 +146,7 @@ def sample_of(facts: RunFacts, profile: Profile, asked: LayoutQuestion) -> Sampl
 
 
 def choose_layout(facts: RunFacts, file: CostsFile | None, asked: LayoutQuestion) -> LayoutAnswer:
-    """Choose a layout, whether weight gradients are split off, and whether logits are whole, for typical batches.
-
-    Raises:
-        InfeasibleError: no layout fits the caps.
-    """
+    """Choose layout, split weight gradients and whole logits for typical batches. Raises `InfeasibleError` if nothing fits."""
     profile, first, layouts, logits = profile_for_search(facts, file), asked.first, list[Layout](), None
     sample = sample_of(facts, profile, asked)
     if asked.search != "auto":

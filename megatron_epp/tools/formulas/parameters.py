@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_epp.plan.layer_flags import by_layer, pattern_of
+from megatron_epp.tools.formulas.layer_sizes import DeltaNet, StateSpace
 from megatron_epp.tools.formulas.library import delta_net, mixers_of, shape_of, state_space
 
 Flags = Mapping[str, Any]
@@ -14,42 +15,28 @@ _ATTENTION, _DELTA, _STATES = "*", "G", "M"
 
 
 def parameters_of(flags: Flags) -> int:
-    """Count the parameters of a model without layers of multi-token prediction. Vectors (norms, router biases) are left out.
-
-    Raises:
-        EppError: a list of layers cannot be read.
-    """
+    """Count a model's parameters, vectors and multi-token prediction left out. Raises `EppError` for a bad list of layers."""
     shape = shape_of({**flags, "num_layers": 2, "moe_layer_freq": [0, 1]})  # has layers with and without experts, if any
     ends = 2 if flags.get("untie_embeddings_and_output_weights") else 1
     counts = Counter(symbol for kinds in kinds_of_layers(flags) for symbol in kinds)
-    mixers = {_DELTA: _gated_delta, _STATES: _mamba}
+    mixers: dict[str, Callable[[Flags], DeltaNet | StateSpace]] = {_DELTA: delta_net, _STATES: state_space}
     return (
         ends * int(flags["vocab_size"]) * shape.hidden_size
         + counts[_ATTENTION] * shape.attention_parameters
         + counts["-"] * shape.with_one_mlp.mlp_parameters
         + counts["E"] * (shape.layer_parameters - shape.attention_parameters)
-        + sum(counts[symbol] * parameters(flags) for symbol, parameters in mixers.items() if counts[symbol])
+        + sum(counts[symbol] * sizes(flags).parameters(shape.hidden_size) for symbol, sizes in mixers.items() if counts[symbol])
     )
 
 
 def kinds_of_layers(flags: Flags) -> list[tuple[str, str]]:
-    """List what every layer has: ``*`` attention, ``G`` a gated delta net, ``M`` a Mamba mixer or none; and ``-`` an MLP, ``E``
-    experts or none.
-    """
+    """List the mixer (``*`` attention, ``G`` delta net, ``M`` Mamba) and MLP (``-``, or ``E`` experts) of layers, if any."""
     mixers = mixers_of(flags).replace("+", _ATTENTION)
     if pattern_of(flags):
         return [("", symbol) if symbol in "-E" else (symbol, "") for symbol in mixers]
     count = int(flags["num_layers"])
     has_experts = by_layer(flags.get("moe_layer_freq") or 1, count) if flags.get("num_experts") else [False] * count
     return [(mixers[layer % len(mixers)], "E" if routed else "-") for layer, routed in enumerate(has_experts)]
-
-
-def _gated_delta(flags: Flags) -> int:
-    return delta_net(flags).parameters(int(flags["hidden_size"]))
-
-
-def _mamba(flags: Flags) -> int:
-    return state_space(flags).parameters(int(flags["hidden_size"]))
 
 
 def summary(flags: Flags) -> str:

@@ -55,87 +55,58 @@ FORMAT = FileFormat("profile", "megatron-epp/profile", 1, CODEC)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart(PartCosts):
-    """One layer, or the embedding, or the head (final norm, logits, loss). Only a layer has recompute modes and peaks.
+    """One layer, or the embedding, or the head (final norm, logits, loss). Only a layer has recompute modes and peaks."""
 
-    Attributes:
-        parameters: on one rank.
-        expert_parameters: of experts, among these.
-        largest_weight: parameters of the largest weight whose gradient is a separate tensor before it is accumulated; 0 if
-            unknown.
-    """
-
-    parameters: float = 0.0
-    expert_parameters: float = 0.0
+    parameters: float = 0.0  # on one rank
+    expert_parameters: float = 0.0  # of experts, among these
+    # parameters of the largest weight whose gradient is a separate tensor before it is accumulated; 0 if unknown
     largest_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Costs of a model's parts on one machine.
+    """Costs of a model's parts on one machine."""
 
-    Attributes:
-        name: for the plan's record.
-        num_layers: of the profiled model; a pipeline made from the profile may have another number.
-        layer, embedding, head: the parts.
-        dense_layer: a layer with one MLP, in a model whose other layers have experts; None if all layers are alike.
-        dense_layers: numbers of the layers that it stands for, from 0.
-        attention: the part of a layer up to the MLP's norm.
-        prediction: a depth of multi-token prediction without its logits.
-        predictions: how many depths there are, on the last stage.
-        cached_predictions: keys and values of these, which all attend, in numbers of the mean layer's; 0: one for each.
-        recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
-        kv_bytes_per_token, kv_heads, queries_per_key, expanded_bytes_per_token, expanded_heads: see `KVBytes`.
-        handed_bytes: that a layer hands on to the next slice alone, in the mean of the layers.
-        handed_tokens: tokens of a sequence from which on it does; fewer have a part of them.
-        hidden_bytes_per_token, message_latency_us, message_us_per_byte: see `PipelineCosts`.
-        weight_bytes: of a weight as the model computes with it.
-        stage_ranks: ranks that share each layer, tensor and context parallel.
-        host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that does not share the
-            link; infinite if there is no link.
-        host_sharing: consecutive devices that share that link.
-        context_exchange_us: see `PipelineCosts`.
-        shards: what shards of the output layer hold; None in a file from before it was recorded.
-        exchange_bytes_per_token: see `PipelineCosts`.
-        cast_bytes: of the casts to FP8 of a parameter of a layer.
-        uncast_bytes_per_token: see `on_device`.
-        least_working_bytes_per_token: see `on_device`.
-        origin: machine, versions, date, shape, residuals.
-    """
-
-    name: str
-    num_layers: int
+    name: str  # for the plan's record
+    num_layers: int  # of the profiled model; a pipeline made from the profile may have another number
+    # layer, embedding, head: the parts
     layer: ModelPart
-    attention: ModelPart
+    attention: ModelPart  # the part of a layer up to the MLP's norm
     embedding: ModelPart = ModelPart()
     head: ModelPart = ModelPart()
+    # A layer with one MLP, in a model whose other layers have experts; None if all layers are alike
     dense_layer: ModelPart | None = None
-    dense_layers: tuple[int, ...] = ()
-    prediction: ModelPart = ModelPart()
-    predictions: int = 0
-    cached_predictions: int = 0
-    recomputed_layer_bytes_per_token: float
+    dense_layers: tuple[int, ...] = ()  # numbers of the layers that it stands for, from 0
+    prediction: ModelPart = ModelPart()  # a depth of multi-token prediction without its logits
+    predictions: int = 0  # how many depths there are, on the last stage
+    cached_predictions: int = 0  # keys and values of these, which all attend, in numbers of the mean layer's; 0: one for each
+    recomputed_layer_bytes_per_token: float  # kept by a layer that recomputes in full: its input
+    # kv_bytes_per_token, kv_heads, queries_per_key, expanded_bytes_per_token, expanded_heads: see `KVBytes`
     kv_bytes_per_token: float
     kv_heads: int = 1
     queries_per_key: int = 1
     expanded_bytes_per_token: float = 0.0
     expanded_heads: int = 0
-    handed_bytes: float = 0.0
-    handed_tokens: int = 0
+    handed_bytes: float = 0.0  # that a layer hands on to the next slice alone, in the mean of the layers
+    handed_tokens: int = 0  # tokens of a sequence from which on it does; fewer have a part of them
+    # hidden_bytes_per_token, message_latency_us, message_us_per_byte: see `PipelineCosts`
     hidden_bytes_per_token: float
-    weight_bytes: float = 2.0
+    weight_bytes: float = 2.0  # of a weight as the model computes with it
     message_latency_us: float = 0.0
     message_us_per_byte: float = 0.0
-    stage_ranks: int = 1
+    stage_ranks: int = 1  # ranks that share each layer, tensor and context parallel
+    # host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that does not share
+    # the link; infinite if there is no link
     host_latency_us: float = 0.0
     host_us_per_byte: float = math.inf
-    host_sharing: int = 1
-    context_exchange_us: tuple[float, ...] = ()
-    shards: ShardBytes | None = None
-    exchange_bytes_per_token: float = 0.0
-    cast_bytes: float = 0.0
-    uncast_bytes_per_token: float = 0.0
-    least_working_bytes_per_token: float = 0.0
-    origin: dict[str, Any] = field(default_factory=dict, compare=False)
+    host_sharing: int = 1  # consecutive devices that share that link
+    context_exchange_us: tuple[float, ...] = ()  # see `PipelineCosts`
+    shards: ShardBytes | None = None  # what shards of the output layer hold; None in a file from before it was recorded
+    exchange_bytes_per_token: float = 0.0  # see `PipelineCosts`
+    cast_bytes: float = 0.0  # of the casts to FP8 of a parameter of a layer
+    uncast_bytes_per_token: float = 0.0  # see `on_device`
+    least_working_bytes_per_token: float = 0.0  # see `on_device`
+    origin: dict[str, Any] = field(default_factory=dict, compare=False)  # machine, versions, date, shape, residuals
 
     def costs(
         self,
@@ -146,20 +117,12 @@ class Profile:
         replicas: int = 1,
         vocabulary_shares: Sequence[float] = (),
     ) -> PipelineCosts:
-        """Costs of a pipeline of this model. The first stage embeds; the last has the head.
+        """Costs of a pipeline of this model, whose first stage embeds; the last has the head unless ranks have shares of it.
 
-        Args:
-            layers_per_stage: layers of each stage, whole or with halves: ``[2.5, 1.5]`` cuts the third layer.
-            state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
-                weights and nothing sharded. With a distributed optimizer over d ranks it is 6 + 12 / d.
-            optimizer: bytes of a training, which take the place of these.
-            replicas: data-parallel ranks between one stage's ranks and the next's, which matters if devices share a link to the
-                host.
-            vocabulary_shares: share of the output layer on each pipeline rank, of which the first stages are, one each; empty
-                if the last stage has all of it.
-
-        Raises:
-            EppError: a stage has a negative number of layers, or one that is no multiple of a half, or there is no stage.
+        Layers are whole or with halves: ``[2.5, 1.5]`` cuts the third. Without an `optimizer`, 18 bytes of a parameter are
+        those of bf16 Adam with fp32 gradients and master weights; with a distributed optimizer over d ranks these are 6 + 12 /
+        d. `replicas` matter if devices share a link to the host. Raises `EppError` if there is no stage, or layers are negative
+        or no multiple of a half.
         """
         if min(layers_per_stage, default=-1) < 0:
             raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline")
@@ -209,9 +172,7 @@ class Profile:
         )
 
     def training(self, share: float) -> Profile:
-        """Return the costs of the model if only a share of its parameters train: backwards compute that share of the weights'
-        gradients. It counts for every part alike, whichever parameters they are.
-        """
+        """Return the costs if only a share of all parameters train: backwards compute that share of weight gradients."""
         if share == 1.0:
             return self
         on_rank = self.num_layers * self.mean_layer.parameters + self.embedding.parameters + self.head.parameters
@@ -222,9 +183,9 @@ class Profile:
     def _shards(self, shares: Sequence[float]) -> VocabularyShards:
         """Divide the head over shards.
 
-        `S` makes logits and the input's gradient. `T` makes the weight gradient; if the loss goes by blocks, it makes the
-        logits once more. Of the head's backward this is the half, or two thirds: its products with the weight all take as long.
-        The broadcast carries a message's bytes; the reduction carries fp32 gradients, once towards the last stage.
+        `S` makes logits and the input's gradient, `T` the weight gradient and in a loss by blocks the logits once more: half of
+        the head's backward, or two thirds, as its products with the weight all take as long. The broadcast carries a message's
+        bytes; the reduction carries fp32 gradients, once towards the last stage.
         """
         if self.shards is None:
             raise EppError(
@@ -348,12 +309,8 @@ class Profile:
 def _training(part: ModelPart, share: float, most: float) -> ModelPart:
     # By blocks a loss has no weight gradient of its own: its backward has that product and another one more than its forward.
     weight = part.weight if not part.workspace_bytes else part.backward.without(part.forward).scaled(0.5)
-    return replace(
-        part,
-        backward=part.backward.without(weight.scaled(1 - share)),
-        weight=part.weight.scaled(share),
-        largest_weight=min(part.largest_weight, most),
-    )
+    backward, largest = part.backward.without(weight.scaled(1 - share)), min(part.largest_weight, most)
+    return replace(part, backward=backward, weight=part.weight.scaled(share), largest_weight=largest)
 
 
 def mean_of(routed: ModelPart, dense: ModelPart, share: float) -> ModelPart:

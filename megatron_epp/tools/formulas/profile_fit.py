@@ -18,14 +18,10 @@ from megatron_epp.tools.formulas.profile import ModelPart, Profile
 def fit_profile(
     points: Mapping[str, Sequence[Point]], shape: ModelShape, rates: Rates, name: str, origin: dict[str, Any]
 ) -> Profile:
-    """Build a profile from measurements.
+    """Build a profile from points by kind (`megatron_epp.tools.machine.profiling.measure`, and ``message``).
 
     Memory and the exchange between ranks that share a layer follow formulas, and so do the link between stages and the host
-    copy if they were not measured.
-
-    Args:
-        points: by kind, as `megatron_epp.tools.machine.profiling.measure` names them, and ``message``.
-        origin: where the figures come from; points, residuals and what was not measured are added.
+    copy if they were not measured. To `origin` points, residuals and what was not measured are added.
     """
     fits = {kind: fit_line(some, pairs=kind.startswith("attention")) for kind, some in points.items()}
     formula = analytic_profile(shape, rates)
@@ -64,15 +60,12 @@ def fit_profile(
         *["layers without experts"] * bool(profile.dense_layers),
         *(kind for kind in ("message", "host copy") if kind not in fits),
     ]
-    return replace(
-        profile,
-        origin=origin
-        | {
-            "by_formula": [*by_formula, "exchange between ranks"] if exchange.per_token_us else by_formula,
-            "residuals": {kind: fit.residuals() for kind, fit in fits.items()},
-            "points": {kind: [list(point) for point in some] for kind, some in points.items()},
-        },
-    )
+    figures = {
+        "by_formula": [*by_formula, *["exchange between ranks"] * bool(exchange.per_token_us)],
+        "residuals": {kind: fit.residuals() for kind, fit in fits.items()},
+        "points": {kind: [list(point) for point in some] for kind, some in points.items()},
+    }
+    return replace(profile, origin=origin | figures)
 
 
 def _dense_layer(formula: Profile, attention: ModelPart) -> ModelPart | None:
@@ -99,13 +92,7 @@ def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Map
 
 
 def _again(mode: str, shape: ModelShape, rates: Rates, linear: LinearTime, attention: LinearTime) -> LinearTime:
-    """Time of the parts of a layer that a recompute mode runs again.
-
-    Args:
-        shape: of the model, by which the parts have their shares of the layer.
-        rates: for the exchange between ranks that share a layer.
-        linear, attention: measured times of a layer's forward without core attention, and of that.
-    """
+    """Time of what a recompute mode runs again, given measured times of a layer without core attention, and of that."""
     parts = MODES[mode].runs_again
     parameters = {PROJECTIONS: shape.attention_parameters, MLP: shape.mlp_parameters_per_token}
     exchanged = {PROJECTIONS: shape.attention_exchanges, MLP: shape.mlp_exchanges}

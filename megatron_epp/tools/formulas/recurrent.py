@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Self
 
-from megatron_epp.tools.formulas.model_shape import DeltaNet, Exchange, ModelShape, StateSpace
+from megatron_epp.tools.formulas.layer_sizes import DeltaNet, StateSpace
+from megatron_epp.tools.formulas.model_shape import Exchange, ModelShape
 
 BLOCK_TOKENS = 64
 """Tokens between two states that flash-linear-attention's kernel computes; inside such a block it has products of pairs."""
-_SCAN_TOKENS = 128
-"""The same of mamba-ssm's kernel, as Megatron calls it."""
+_SCAN_TOKENS = 128  # the same of mamba-ssm's kernel, as Megatron calls it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,6 @@ class RecurrentShape(ModelShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape(RecurrentShape):
-    """Properties of the layers with the gated delta net `delta`."""
-
     @property
     def net(self) -> DeltaNet:
         assert self.delta is not None
@@ -76,9 +74,9 @@ class DeltaShape(RecurrentShape):
 
     @property
     def mixer_bytes_per_token(self) -> float:
-        """Bytes that a layer keeps of its projection, of the rows that the convolution reads, of heads that are normalized and
-        then repeated for every head of values, and of the rule's output, its norm and what enters the last projection. In fp32
-        there are decays and the input and output of their gate, and statistics of norms.
+        """Bytes kept of the projection, the rows that the convolution reads, heads that are normalized and then repeated for
+        every head of values, and the rule's output, its norm and what enters the last projection; in fp32 decays, their gate,
+        statistics.
         """
         net = self.net
         copies = net.value_heads // net.key_heads
@@ -90,7 +88,6 @@ class DeltaShape(RecurrentShape):
 
     @property
     def rule_products(self) -> float:
-        """Multiplications of a token's forward of the rule: with the state, and with the tokens of its block."""
         net = self.net
         with_state = 3 * net.key_channels * net.value_channels
         in_block = BLOCK_TOKENS * (3 * net.key_channels + 2 * net.value_channels)
@@ -106,8 +103,6 @@ class DeltaShape(RecurrentShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpaceShape(RecurrentShape):
-    """Properties of the layers with the Mamba-2 mixer `mamba`."""
-
     @property
     def net(self) -> StateSpace:
         assert self.mamba is not None
@@ -115,17 +110,13 @@ class StateSpaceShape(RecurrentShape):
 
     @property
     def mixer_bytes_per_token(self) -> float:
-        """Bytes that a layer keeps of its projection, of the recurrence's output ahead of the gate and behind it, and of what
-        enters the last projection; and a statistic in fp32 of every group.
-        """
+        """Bytes kept of the projection, the output ahead of the gate and behind it, and the last projection's input."""
         values = self.net.projected_width + 3 * self.net.value_width
         return (values * self.bytes_per_value + 4 * self.net.groups) / self.ranks
 
     @property
     def rule_products(self) -> float:
-        """Multiplications of a token's forward of the recurrence: with the state, once to write and once to read, and with the
-        tokens of its block.
-        """
+        """Multiplications of a token's forward: with the state, to write and to read, and with the tokens of its block."""
         net = self.net
         in_block = _SCAN_TOKENS * (net.value_width + net.groups * net.states)
         return (2 * net.state_size + in_block) / self.ranks
@@ -145,8 +136,8 @@ class StateSpaceShape(RecurrentShape):
         """Bytes that the layer holds when its kernel's backward holds most, besides what it keeps, by the source of mamba-ssm.
 
         Gradients of the projection and of the residual stream; the convolution's output again, and its gradient; products of
-        pairs, steps and decays in fp32. A state of every block and its gradient are there in fp32, and as values.
-        Gradients of the kernel's output take the place of what the norm and the last projection have kept.
+        pairs, steps and decays in fp32; every block's state and its gradient, in fp32 and as values. Gradients of the kernel's
+        output take the place of what the norm and the last projection have kept.
         """
         net = self.net
         values = net.projected_width + 2 * net.mixed_width

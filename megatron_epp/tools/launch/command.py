@@ -43,7 +43,7 @@ def variables_of(launch: Launch) -> dict[str, str]:
 
 
 def exports(settings: Settings, masked: bool = False) -> list[str]:
-    """Lines of a bash script that set the variables of `launch.environment` unless they are set, secrets masked if asked.
+    """Lines of a bash script that set the variables of `launch.environment` unless they are set; secrets may be masked.
 
     Values taken from the environment are read from it again, and a script ends with an error if they are not set.
     """
@@ -66,8 +66,7 @@ def exports(settings: Settings, masked: bool = False) -> list[str]:
 def save_run(settings: Settings, command: Sequence[str]) -> None:
     """Write ``command.sh`` (runs as it is), ``settings.yaml`` (all files and overrides merged) and ``versions.json``.
 
-    Only their owner can read them if a variable of the `launch.environment` section has a name that indicates a secret. Raises
-    EppError if the folder, which is created if needed, or a file in it cannot be written.
+    Only their owner can read them if a variable's name indicates a secret. Raises `EppError` if one cannot be written.
     """
     texts = {
         "command.sh": "\n".join(["#!/usr/bin/env bash", *exports(settings), f"exec {shlex.join(command)}", ""]),

@@ -27,12 +27,10 @@ ITERATION = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): 
 """Pattern of Megatron's line in a log for an iteration: its number, and its time in milliseconds."""
 _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)
 """Pattern of the reason of a failure in a log. torch puts the rank in front of every line of a traceback."""
-WARM_UP = 2
-"""Iterations at the start of a run that do not count: memory is new, and Megatron prints their times together."""
+WARM_UP = 2  # iterations at the start of a run that do not count: memory is new, and Megatron prints their times together
 _LIMIT_S = 3600.0
 _FIGURES = "iterations.jsonl"
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Default environment variables of a run."""
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # default environment variables of a run
 
 
 type Start = Callable[[int, Sequence[str], Mapping[str, str], Path, float], int | None]
@@ -46,10 +44,8 @@ class TrainingError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One finished training run: the figures of `--epp-report-dir` and Megatron's own times (with optimizer), by iteration."""
-
-    lines: tuple[dict[str, Any], ...]
-    iteration_ms: tuple[float, ...]
+    lines: tuple[dict[str, Any], ...]  # the figures of each iteration, as `--epp-report-dir` writes them
+    iteration_ms: tuple[float, ...]  # Megatron's own time of each iteration, optimizer included
 
     @property
     def losses(self) -> list[float]:
@@ -169,5 +165,4 @@ def _exit_code(command: list[str], log: Path, limit_s: float, environment: Mappi
 
 def reason_in(log: str) -> str | None:
     """First line of a log that gives the reason for a failure; None if there is none."""
-    reason = _REASON.search(log)
-    return reason[1] if reason else None
+    return reason[1] if (reason := _REASON.search(log)) else None

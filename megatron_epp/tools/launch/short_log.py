@@ -15,16 +15,14 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-LOG_VARIABLE = "EPP_LOG_FILE"
-"""Environment variable with the path of the file; without it everything is printed as it comes."""
+LOG_VARIABLE = "EPP_LOG_FILE"  # environment variable with the path of the file; without it everything is printed as it comes
 _TAIL_LINES = 40
-_WAIT_S = 5.0
-"""Seconds to wait for the last lines at the end, which a process that outlives the run may hold back."""
+_WAIT_S = 5.0  # seconds to wait for the last lines at the end, which a process that outlives the run may hold back
 _SHOWN = re.compile(
     rb"megatron[-_]epp|\bepp (iteration|memory|hint|run)\b|(?<!consumed )\biteration +\d+ */ *\d+|validation loss"
     rb"|exiting program|no GPU found"
     rb"|^(\[rank\d+\]:? ?)?(WARNING|ERROR|CRITICAL|Error|FATAL)\b"
-    rb"|\b(saving|saved|loading|loaded) (a )?checkpoint|could not find the metadata file",
+    rb"|\b(saving|saved|loading|loaded) (a )?checkpoint|could not find the metadata file"
 )
 """Pattern of the lines that are shown."""
 _HIDDEN = re.compile(
@@ -35,12 +33,11 @@ _HIDDEN = re.compile(
 
 
 def is_shown(line: bytes) -> bool:
-    """True for a line that belongs to the short form."""
     return _SHOWN.search(line) is not None and _HIDDEN.search(line) is None
 
 
 class ShortLog:
-    """File to which all output is appended, and the short form on the terminal."""
+    """Appends all output to a file, and shows the short form on the terminal."""
 
     def __init__(self, path: Path, terminal: int) -> None:
         self.path = path

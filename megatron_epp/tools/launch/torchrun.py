@@ -17,8 +17,7 @@ from megatron_epp.launch.machine import allocator_environment, version_of
 from megatron_epp.plan.reading import one_line
 from megatron_epp.tools.launch.short_log import LOG_VARIABLE, divided
 
-INTERRUPTED = 130
-"""Exit code of a run that Ctrl-C ended, as shells have it."""
+INTERRUPTED = 130  # exit code of a run that Ctrl-C ended, as shells have it
 
 
 def main() -> None:

@@ -25,16 +25,12 @@ from megatron_epp.tools.layouts.rank_work import CostsOf
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The choices for a run, and what they save.
+    """The choices for a run, and what they save."""
 
-    Attributes:
-        choice: the layout, which says whether the output layer is divided.
-        split_gain: share of time that weight gradients as actions of their own save with the layout; 0 if they are not split.
-        logits_gain: share that the logits of whole chunks at once save over blocks of tokens; 0 if there are blocks, if asked.
-    """
-
-    choice: LayoutChoice
+    choice: LayoutChoice  # the layout, which says whether the output layer is divided
+    # Share of time that weight gradients as actions of their own save with the layout; 0 if they are not split
     split_gain: float = 0.0
+    # Share that the logits of whole chunks at once save over blocks of tokens; 0 if there are blocks, if asked
     logits_gain: float = 0.0
 
     @property
@@ -73,16 +69,13 @@ def settle(
 ) -> Settled:
     """Choose the layout for a sample of batches, then whether weight gradients are split off with it, then about the loss.
 
+    Raises `InfeasibleError` if no layout fits the caps, and `EppError` if there are more ranks than layers.
+
     Args:
-        sample: typical batches, and what may be chosen.
         tensor_ranks: that share every layer.
         opens_weights: weight gradients may be split; otherwise the sample's options say whether they are.
         layouts: the only ones to choose from, the first being that over which gains are computed; none for a search.
-        logits: of whole chunks at once, which may be chosen; None if the sample's costs are the only ones.
-
-    Raises:
-        InfeasibleError: no layout fits the caps.
-        EppError: there are more ranks than layers, or the costs or batches make no sense.
+        logits: of whole chunks at once, which may be chosen.
     """
     choice = fastest(layouts, sample) if layouts else choose(sample)
     opens_weights = opens_weights and sample.num_ranks > 1
@@ -93,8 +86,7 @@ def settle(
 def _gain_of_logits(settled: Settled, sample: Sample, logits: WholeLogits) -> float:
     """Return the share of time that logits at once save in a batch; 0 for too little, and where they do not fit.
 
-    By formula 0.8 to 2.1 % for batches of Qwen3 8B and 30B-A3B, Llama 3 8B and Moonlight: a loss by blocks multiplies once more
-    with the output layer.
+    By formula 0.8 to 2.1 % for Qwen3 8B and 30B-A3B, Llama 3 8B and Moonlight: a loss by blocks has one product more.
     """
     batch, costs, options = settled.choice.batch, logits.costs_of(settled.layout), steady(sample.options)
     options = replace(options, split_weight=options.split_weight or settled.splits_weight)

@@ -14,16 +14,11 @@ from megatron_epp.tools.layouts.rank_work import CostsOf, LayerWork
 
 Grains = tuple[int | None, ...]
 """Chunks per rank of the best estimated plan of every batch; None where it runs sequences whole, or none fits."""
-_MIDDLING, _COARSE, _COARSER, _FINE = 12, 6, 3, 24
-"""Chunks per rank: the grains of `CHUNKS_PER_RANK` by name."""
+_MIDDLING, _COARSE, _COARSER, _FINE = 12, 6, 3, 24  # chunks per rank: the grains of `CHUNKS_PER_RANK` by name
 
 
 class Estimates:
-    """Estimated makespans of layouts.
-
-    Args:
-        batches: of one replica each; their placement does not matter.
-    """
+    """Estimated makespans of layouts. `batches`: of one replica each; their placement does not matter."""
 
     def __init__(self, batches: Sequence[Problem], costs_of: CostsOf, options: Options, floors: LayerWork) -> None:
         self.batches, self.costs_of, self.options, self.floors = batches, costs_of, options, floors
@@ -31,7 +26,6 @@ class Estimates:
 
     @property
     def layouts(self) -> set[Layout]:
-        """Layouts with an estimate for some batch."""
         return {layout for layout, _, _ in self._known}
 
     def batch_us(self, layout: Layout, number: int) -> float:
@@ -43,19 +37,11 @@ class Estimates:
         return math.fsum(self.batch_us(layout, number) for number in range(len(self.batches))) / len(self.batches)
 
     def grains(self, layout: Layout) -> Grains:
-        """Return the grain of the best estimate of every batch."""
         every = [self._widely(layout, number) for number in range(len(self.batches))]
         return tuple(None if estimate is None else estimate.chunks_per_rank for estimate in every)
 
     def mean_like_us(self, layout: Layout, grains: Grains, enough_us: float = math.inf) -> float:
-        """Estimate the mean makespan with the grains of a layout that differs little.
-
-        Args:
-            enough_us: mean makespan from which on more does not matter: then the batches that are left are not estimated.
-
-        Returns:
-            The mean, or infinity where it reaches `enough_us`.
-        """
+        """Estimate the mean makespan with the grains of a layout that differs little; infinite from `enough_us` on."""
         least_us = [float(time_us) for time_us in self.floors.ranks_us(layout).max(axis=0)]
         for number in reversed(range(len(self.batches))):
             if math.fsum(least_us) >= enough_us * len(least_us):
@@ -64,7 +50,7 @@ class Estimates:
         return math.fsum(least_us) / len(least_us)
 
     def by_business(self, layout: Layout, grains: Grains) -> list[int]:
-        """Order the ranks from the one with the least to do to the busiest, recompute included, in the last batch."""
+        """Order the ranks from the least to the most busy, recompute included, in the last batch."""
         estimate = self._like(layout, len(self.batches) - 1, grains[-1])
         busy_us = [0.0] * layout.placement.num_ranks if estimate is None else estimate.busy_us
         return sorted(range(len(busy_us)), key=lambda rank: (busy_us[rank], rank))

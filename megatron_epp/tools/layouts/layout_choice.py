@@ -72,24 +72,16 @@ _BATCH_ERROR_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Input of the search: batches, costs, and what a layout may be.
+    """Input of the search: batches, costs, and what a layout may be."""
 
-    Attributes:
-        problems: typical batches of the run, of one replica each; their placement does not matter, their caps do.
-        costs_of: the costs of the model's pipeline with a layout.
-        num_layers: of the model.
-        options: of the planner.
-        halves: stages may begin inside a layer.
-        placements: placements to try, the one of even layers first; empty for all of `placements_of`.
-        vocabulary: whether the output layer may be in shards over the ranks: both are tried, the first with even layers.
-    """
-
+    # Typical batches of the run, of one replica each; their placement does not matter, their caps do
     problems: tuple[Problem, ...]
-    costs_of: CostsOf
-    num_layers: int
-    options: Options = field(default_factory=Options)
-    halves: bool = True
-    placements: tuple[Placement, ...] = ()
+    costs_of: CostsOf  # the costs of the model's pipeline with a layout
+    num_layers: int  # of the model
+    options: Options = field(default_factory=Options)  # of the planner
+    halves: bool = True  # stages may begin inside a layer
+    placements: tuple[Placement, ...] = ()  # placements to try, the one of even layers first; empty for all of `placements_of`
+    # Whether the output layer may be in shards over the ranks: both are tried, the first with even layers
     vocabulary: tuple[bool, ...] = (False,)
 
     @property
@@ -98,7 +90,6 @@ class Sample:
 
     @property
     def tried(self) -> tuple[Placement, ...]:
-        """Placements that are tried, the one of even layers first."""
         return self.placements or placements_of(self.num_ranks)
 
     @property
@@ -111,23 +102,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """The chosen layout, and means over the planned batches.
+    """The chosen layout, and means over the planned batches."""
 
-    Attributes:
-        layout: the chosen one.
-        makespan_us: of its plans.
-        bound_us: that no plan of the same chunks and layers beats.
-        even_us: of plans with even layers; infinite if they do not fit.
-        batch: the planned one that takes neither least nor longest, placed as the layout is.
-        batch_us: makespan of its plan.
-    """
-
-    layout: Layout
-    makespan_us: float
-    bound_us: float
-    even_us: float
-    batch: Problem
-    batch_us: float
+    layout: Layout  # the chosen one
+    makespan_us: float  # of its plans
+    bound_us: float  # that no plan of the same chunks and layers beats
+    even_us: float  # of plans with even layers; infinite if they do not fit
+    batch: Problem  # the planned one that takes neither least nor longest, placed as the layout is
+    batch_us: float  # makespan of its plan
 
     @property
     def gain(self) -> float:
@@ -136,24 +118,16 @@ class LayoutChoice:
 
 
 def choose(sample: Sample) -> LayoutChoice:
-    """Search for the layout with the least expected makespan under the caps.
+    """Search for the layout with the least expected makespan under the caps; equal samples give equal layouts.
 
-    Equal samples give equal layouts. Whole layers and one stage per rank are preferred where more saves less than
-    `MIN_GAIN_SHARE`.
-
-    Raises:
-        InfeasibleError: no layout fits the caps; the message is about even layers.
-        EppError: there are more ranks than layers, or the costs or batches make no sense.
+    Whole layers and one stage per rank are preferred where more saves less than `MIN_GAIN_SHARE`. Raises `InfeasibleError`,
+    about even layers, if no layout fits the caps, and `EppError` if there are more ranks than layers.
     """
     return _Search(sample, sample.even).choice()
 
 
 class _Search:
-    """State of one search: layouts that were estimated and planned so far, by mean makespans of the planned batches.
-
-    Args:
-        even: the layout over which gains are computed.
-    """
+    """State of one search: estimates and plans of layouts so far. Gains are over the layout `even`."""
 
     def __init__(self, sample: Sample, even: Layout) -> None:
         self.sample, self.even = sample, even
@@ -187,8 +161,8 @@ class _Search:
                 break
 
     def best(self) -> LayoutChoice:
-        """Return the plainest of the layouts whose plans are within `MIN_GAIN_SHARE` of the fastest; one stage on each rank
-        unless several gain `MIN_GAIN_OF_SEVERAL_SHARE`.
+        """Return the plainest layout within `MIN_GAIN_SHARE` of the fastest; several stages must gain
+        `MIN_GAIN_OF_SEVERAL_SHARE`.
         """
         planned = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
         if not planned:
@@ -203,14 +177,9 @@ class _Search:
         middle_us = self.plans[best][self._middle].predicted.makespan_us
         batch = replace(self.batches[self._middle], placement=best.placement.rank_of)
         choice = LayoutChoice(best, self._planned_us(best), bound_us, self._planned_us(self.even), batch, middle_us)
-        logger.debug(
-            "layout: stages of %s layers%s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms",
-            layers_text(best.halves),
-            ", the vocabulary over all ranks" * best.shards_vocabulary,
-            choice.makespan_us / 1e3,
-            choice.even_us / 1e3,
-            choice.bound_us / 1e3,
-        )
+        text = layers_text(best.halves) + " layers" + ", the vocabulary over all ranks" * best.shards_vocabulary
+        times_ms = choice.makespan_us / 1e3, choice.even_us / 1e3, choice.bound_us / 1e3
+        logger.debug("layout: stages of %s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms", text, *times_ms)
         return choice
 
     def _plainest(self, planned: Sequence[Layout]) -> Layout:
@@ -230,10 +199,7 @@ class _Search:
         return same, [layout for layout in seeds if layout.placement != self.even.placement]
 
     def _improved(self, start: Layout) -> Layout:
-        """Move layers away from the rank that is busy longest, recompute included, as long as estimates become less.
-
-        Chunks are as long as suits the start: what suits its neighbours differs little.
-        """
+        """Move layers away from the rank that is busy longest as long as estimates, with the start's chunks, become less."""
         best, best_us, step = start, self.estimates.mean_us(start), WHOLE if start.is_whole else HALF
         if math.isinf(best_us):
             return start
@@ -255,8 +221,8 @@ class _Search:
     def _alike(self, others: list[Layout], plain: Sequence[Layout]) -> list[Layout]:
         """Return the layouts of other placements whose kind of stages is not clearly slower where even layers are placed.
 
-        Several stages hardly change whether halves of layers, or a vocabulary over all ranks, pay. Estimates of all kinds took
-        a third of the search with 80 layers on 16 ranks, and none of a kind that was slower came to be planned in seven.
+        Several stages hardly change whether halves of layers, or shards, pay. Estimates of all kinds took a third of the search
+        with 80 layers on 16 ranks, and none of a kind that was slower came to be planned in seven.
         """
         times_us: dict[tuple[bool, bool], float] = {}
         for layout in plain:
@@ -291,11 +257,7 @@ class _Search:
                 break
 
     def _enough_us(self, layout: Layout, least_us: float) -> float:
-        """Return the makespan at which a layout of another placement than even layers' is taken.
-
-        Args:
-            least_us: makespan of the best layout so far, for the same batches.
-        """
+        """Return the makespan at which a layout of another placement than even layers' is taken in place of the best so far."""
         over_one = layout.placement.num_chunks > 1 == self.even.placement.num_chunks
         return least_us * (1 - (MIN_GAIN_OF_SEVERAL_SHARE if over_one else MIN_GAIN_SHARE))
 
@@ -311,7 +273,6 @@ class _Search:
         return self._plainest(planned) if planned else None
 
     def _planned_us(self, layout: Layout) -> float:
-        """Mean makespan of a layout's plans; infinite until all batches have one."""
         times_us = [plan.predicted.makespan_us for plan in self.plans[layout].values()]
         return float(np.mean(times_us)) if len(times_us) == len(self.batches) else math.inf
 
@@ -321,11 +282,8 @@ class _Search:
         if number not in plans and (layout, number) not in self.refused:
             problem, costs = replace(self.batches[number], placement=layout.placement.rank_of), self.sample.costs_of(layout)
             try:
-                if (
-                    self.refusal is None
-                    or not begins_with_greedy(self.options.planner)
-                    or may_fit(problem, costs, self.options)
-                ):
+                is_first = self.refusal is None or not begins_with_greedy(self.options.planner)
+                if is_first or may_fit(problem, costs, self.options):
                     plans[number] = plan(problem, costs, self.options, names_cap=self.refusal is None)
             except InfeasibleError as error:
                 self.refusal = self.refusal or error
@@ -337,12 +295,7 @@ class _Search:
 def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
     """Plan a few layouts and return the fastest, or a plainer one that is slower by less than `MIN_GAIN_SHARE`.
 
-    Args:
-        layouts: of the sample's model; at least one. Gains are over the first.
-        sample: batches and costs; what it says of layouts does not matter.
-
-    Raises:
-        InfeasibleError: none fits the caps; the message is about the first.
+    Gains are over the first. Raises `InfeasibleError`, about the first, if none fits the caps.
     """
     search = _Search(sample, layouts[0])
     for layout in layouts:
@@ -355,11 +308,6 @@ def gain_of_split(choice: LayoutChoice, sample: Sample, tensor_ranks: int) -> fl
 
     One batch decides, since such plans take up to three times as long as others, with 80 layers on 16 ranks 6 s: in seven
     searches on 4 to 16 ranks its share was at most 0.5 percentage points off the mean of three batches, and on the same side.
-
-    Args:
-        choice: has the plan with whole backwards of the batch that decides.
-        sample: the one for which the layout was chosen; what its options say of weight gradients does not matter.
-        tensor_ranks: see `least_gain_of_split`.
     """
     options = replace(steady(sample.options), split_weight=True)
     gain = 1 - plan(choice.batch, sample.costs_of(choice.layout), options).predicted.makespan_us / choice.batch_us
@@ -369,7 +317,7 @@ def gain_of_split(choice: LayoutChoice, sample: Sample, tensor_ranks: int) -> fl
 def least_gain_of_split(tensor_ranks: int) -> float:
     """Return the share of time that split weight gradients must save, with so many ranks that share every layer.
 
-    Whole backwards overlap the exchange of these with the weight's gradient, which no cost says, so that more must be saved.
+    Whole backwards overlap their exchange with the weight's gradient, which no cost says, so that more must be saved.
     """
     return MIN_GAIN_OF_SEVERAL_SHARE if tensor_ranks > 1 else MIN_GAIN_SHARE
 

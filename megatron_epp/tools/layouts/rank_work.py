@@ -18,33 +18,24 @@ from megatron_epp.plan.problem import Problem
 
 type CostsOf = Callable[[Layout], PipelineCosts]
 """The costs of a pipeline with a layout."""
-WHOLE, HALF = 2, 1
-"""Half layers that a move between stages takes along."""
+WHOLE, HALF = 2, 1  # half layers that a move between stages takes along
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """Time of forward and backward of the parts of a model, without the fixed part of a pass, for each of several batches.
+    """Time of forward and backward of the parts of a model, without the fixed part of a pass, for each of several batches."""
 
-    Attributes:
-        attention_us, mlp_us: of the halves of one layer; all layers are alike.
-        first_us, last_us: what the first and the last stage do besides their layers; the latter is the output layer's work,
-            which shards divide.
-    """
-
+    # attention_us, mlp_us: of the halves of one layer; all layers are alike
     attention_us: NDArray[np.float64]
     mlp_us: NDArray[np.float64]
+    # first_us, last_us: what the first and the last stage do besides their layers; the latter is the output layer's work,
+    # which shards divide
     first_us: NDArray[np.float64]
     last_us: NDArray[np.float64]
 
     @staticmethod
     def of(problems: Sequence[Problem], costs_of: CostsOf, *, halves: bool) -> LayerWork:
-        """Return the work of batches.
-
-        Args:
-            problems: the batches; their placement does not matter.
-            halves: the costs know stages that begin inside a layer. Otherwise both halves count as equal.
-        """
+        """Return the work of batches; without `halves` in the costs, both halves of a layer count as equal."""
         parts = (WHOLE, HALF, HALF, WHOLE) if halves else (WHOLE, WHOLE, WHOLE)
         costs = costs_of(Layout(parts, Placement("looped", len(parts), 1)))
         times = np.array([_stages_us(problem, costs) for problem in problems]).T
@@ -68,12 +59,7 @@ class LayerWork:
         return float(self.ranks_us(layout).max(axis=0).mean())
 
     def spread(self, num_layers: int, placement: Placement, step: int, *, shards_vocabulary: bool = False) -> Layout:
-        """Return a layout that levels the ranks' times.
-
-        Args:
-            num_layers: of the model; in units of `step`, no fewer than stages.
-            step: `WHOLE` or `HALF`, what every stage has a multiple of.
-        """
+        """Return a layout that levels the ranks' times, in which every stage has a multiple of `step`: `WHOLE` or `HALF`."""
         extra_us = [0.0] * placement.num_stages
         extra_us[0] += float(self.first_us.mean())
         extra_us[-1] += 0.0 if shards_vocabulary else float(self.last_us.mean())
@@ -98,12 +84,9 @@ class LayerWork:
 
 
 def moved(layout: Layout, source: int, step: int, targets: Sequence[int] | None = None) -> Iterator[Layout]:
-    """Yield the layouts in which a stage of one rank has `step` half layers less and a stage of another as many more.
+    """Yield the layouts with `step` half layers less on a stage of one rank, and as many more on a stage of another.
 
     Only the first and the last stage may end up without layers.
-
-    Args:
-        targets: ranks that may have more; None for all others.
     """
     last = len(layout.halves) - 1
     for giver in layout.placement.stages(source):

@@ -47,10 +47,10 @@ class Grid:
 
 
 def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
-    """Measure the parts of a model on a device at the sizes of a grid; `note` is called with the kind that is being measured.
+    """Measure the parts of a model, by its type of values, at the sizes of a grid; `note` is called with the kind of each.
 
-    The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``attention``, ``loss`` and
-    ``embedding``, each ``forward`` and ``backward``, the first and third also ``weight``; ``host copy`` by bytes.
+    Returns points by kind: ``linear``, ``attention``, ``loss`` and ``embedding``, each ``forward`` and ``backward``, and
+    ``linear`` and ``loss`` also ``weight``; ``host copy`` with bytes for tokens.
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32, max(grid.tokens))
     times_us: dict[str, dict[tuple[float, float], list[float]]] = {}
@@ -145,7 +145,6 @@ class _Bench:
         return (heads * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)).flatten(1)
 
     def loss(self, tokens: int) -> Iterator[tuple[str, Point]]:
-        """Time final norm, logits and cross entropy."""
         x = self._input(tokens)
         labels = torch.zeros(tokens, dtype=torch.long, device=self.device)
 
@@ -172,10 +171,8 @@ class _Bench:
         kernel = kernels.choose(q, k, v)
         yield "forward", Point(tokens, pairs, self.timer.median_us(lambda: kernel.forward(q, k, v, table, scale)))
         out, saved = kernel.forward(q, k, v, table, scale)
-        yield (
-            "backward",
-            Point(tokens, pairs, self.timer.median_us(lambda: kernel.backward(q, q, k, v, out, saved, table, scale))),
-        )
+        backward_us = self.timer.median_us(lambda: kernel.backward(q, q, k, v, out, saved, table, scale))
+        yield "backward", Point(tokens, pairs, backward_us)
 
     def _passes(self, tokens: int, run: Callable[[], Tensor], grad: Tensor | None) -> Iterator[tuple[str, Point]]:
         yield "forward", Point(tokens, 0, self.timer.median_us(run))

@@ -38,14 +38,10 @@ from megatron_epp.runtime.links.processes import run_ranks
 from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 
-_LENGTHS = (2048, 700, 300, 300, 160, 90, 60, 40)
-"""Tokens of the sequences of every plan: a long one in slices, and short ones."""
-_GRADIENT = 0.5
-"""Offset of the values of gradients, so that none passes for an activation."""
-_EXCHANGED = 1 << 16
-"""Values that ranks which share a stage sum after each action."""
-_REPEATS = 3
-"""Runs of every plan: the fastest is reported, and wrong values are counted in all."""
+_LENGTHS = (2048, 700, 300, 300, 160, 90, 60, 40)  # tokens of the sequences of every plan: a long one in slices, and short ones
+_GRADIENT = 0.5  # offset of the values of gradients, so that none passes for an activation
+_EXCHANGED = 1 << 16  # values that ranks which share a stage sum after each action
+_REPEATS = 3  # runs of every plan: the fastest is reported, and wrong values are counted in all
 _START_S = 60.0
 """Seconds in which ranks have to start: to import torch and to make communicators. Not measured; a busy machine takes tens."""
 
@@ -80,14 +76,10 @@ def queue_plans(num_ranks: int) -> dict[str, Plan]:
 def check_queues(
     plans: Mapping[str, Plan], width: int, gpus: bool, limit_s: float, pipelines: int = 1, run: Callable[..., Any] | None = None
 ) -> list[QueueRun]:
-    """Run plans on ranks of this machine: on GPUs over NCCL, one on each as far as there are enough, or processes over gloo.
+    """Run plans on ranks of this machine, on GPUs over NCCL or over gloo; messages have `width` fp32 values of a token.
 
-    Raises `EppError`, which says what waits for what, if a rank failed, or a message did not complete.
-
-    Args:
-        width: fp32 values of a token in a message.
-        limit_s: limit in seconds of an action without progress.
-        pipelines: number of pipelines that run side by side; consecutive ranks share stages.
+    `pipelines` run side by side, whose consecutive ranks share stages. Raises `EppError` if a rank failed, or an action made no
+    progress for `limit_s`; the message says what it waits for.
     """
     ranks, backend = next(iter(plans.values())).num_ranks * pipelines, "nccl" if gpus else "gloo"
     with tempfile.TemporaryDirectory() as folder:

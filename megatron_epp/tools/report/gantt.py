@@ -28,27 +28,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_CAP_IN_SIGHT = 3
-"""Largest ratio of cap to peak for which the cap is drawn; a higher one would flatten the curves."""
+_CAP_IN_SIGHT = 3  # largest ratio of cap to peak for which the cap is drawn; a higher one would flatten the curves
 _MEMORY_INCHES = 1.7
 _RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A7A00")
 """Colours of curves, one per rank; curves of more ranks have shades of one colour."""
-_ALL_LANES_INCHES = 9.0
-"""Height of all lanes together, as long as lanes stay legible."""
-_LANE_INCHES = (0.16, 0.4)
-"""Least and largest height of a lane."""
+_ALL_LANES_INCHES = 9.0  # height of all lanes together, as long as lanes stay legible
+_LANE_INCHES = (0.16, 0.4)  # least and largest height of a lane
 WIDTH_INCHES = 15.0
 DPI = 150
-_LANE = 0.84
-"""Height of a rank's lane; the lanes are 1 apart."""
+_LANE = 0.84  # height of a rank's lane; the lanes are 1 apart
 _COPY_LANE = 0.2
 _TEXT_POINTS = (8.0, 5.0)
-_MANY_SECONDS = 10
-"""Seconds of an iteration from which its time axis is in seconds."""
-_ROOMY_PIXELS = 10
-"""Average width of a box, in pixels, above which white edges are distinguishable from bubbles."""
-_WHOLE_STRENGTH, _SLICE_STRENGTH = 0.4, 1.0
-"""Strength of the colours of chunks of whole sequences, and of chunks with a slice."""
+_MANY_SECONDS = 10  # seconds of an iteration from which its time axis is in seconds
+_ROOMY_PIXELS = 10  # average width of a box, in pixels, above which white edges are distinguishable from bubbles
+_WHOLE_STRENGTH, _SLICE_STRENGTH = 0.4, 1.0  # strength of the colours of chunks of whole sequences, and of chunks with a slice
 _MEMORY_WIDTH_INCHES, _MEMORY_DPI = 14.0, 120
 _STATIC = ("#114455", "#EEBB88", "#666633", "#99DDCC", "#663333", "#BBDDFF", "#443300", "#889955")
 """Colours of static items, in their order: dull ones, dark and light by turns."""
@@ -73,11 +66,8 @@ class _Row(NamedTuple):
 def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
     """Draw the plan on top, the run below when given, then planned live bytes per rank.
 
-    All are on one time axis, unless the run took more than twice as long as planned, or less than half.
-
-    Raises:
-        EppError: matplotlib is not installed.
-        PlanError: the order deadlocks, or the measurement is of another plan.
+    All are on one time axis, unless the run took more than twice as long as planned, or less than half. Raises `EppError` if
+    matplotlib is not installed, and `PlanError` if the order deadlocks, or the measurement is of another plan.
     """
     timeline = simulate(plan)
     own_axes = measured is not None and far_from(plan, measured)
@@ -87,13 +77,14 @@ def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
         ratio = measured.makespan_us / timeline.makespan_us if timeline.makespan_us else 1.0
         took = f"measured: {_figures(measured)}, {ratio:.2f} times as planned{', on a time axis of its own' * own_axes}"
         rows.append(_Row(took, plan, measured_boxes(plan, measured), measured.makespan_us))
-    title = (
-        f"{batch_text(plan)}, {len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, "
-        f"planner {printable(plan.planner)}"
-    )
+    title = f"{batch_text(plan)}, {len(plan.chunks)} chunks, {_pipeline(plan)}, planner {printable(plan.planner)}"
     figure, axes = _figure_of(rows, title, _MEMORY_INCHES, own_axes)
     _draw_memory(axes[-1], timeline)
     return figure
+
+
+def _pipeline(plan: Plan) -> str:
+    return f"{plan.num_stages} stages on {plan.num_ranks} ranks"
 
 
 def _figures(run: Timeline | Measured) -> str:
@@ -112,15 +103,10 @@ def save_picture(figure: Figure, path: str | Path) -> None:
 
 
 def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
-    """Draw plans one below the other, on a common time axis.
-
-    Raises:
-        EppError: matplotlib is not installed.
-        PlanError: there is nothing to draw, or an order deadlocks.
-    """
+    """Draw plans one below the other, on a common time axis. Raises the errors of `gantt`, and `PlanError` for no plan."""
     if not plans:
         raise PlanError("there is no plan to draw: no planner found one")
-    pipelines, rows = [f"{plan.num_stages} stages on {plan.num_ranks} ranks" for _, plan in plans], []
+    pipelines, rows = [_pipeline(plan) for _, plan in plans], []
     differ = len(set(pipelines)) > 1
     for (name, plan), pipeline in zip(plans, pipelines, strict=True):
         predicted, share = plan.predicted, recompute_share(plan)
@@ -128,8 +114,7 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
         figures += [f"recompute {share:.1%}"] * (share > 0)
         title = ", ".join([*figures, f"peak {format_bytes(max(predicted.peak_bytes))}", *[pipeline] * differ])
         rows.append(_Row(title, plan, planned_boxes(simulate(plan)), predicted.makespan_us))
-    formula = all(not is_calibrated(plan) for _, plan in plans)
-    planned = f"as planned{calibration(plans[0][1])}" if formula else "as planned"
+    planned = "as planned" if any(is_calibrated(plan) for _, plan in plans) else f"as planned{calibration(plans[0][1])}"
     title = ", ".join([batch_text(plans[0][1]), *pipelines[: not differ], planned])
     return _figure_of(rows, title)[0]
 
@@ -137,41 +122,31 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
 def _figure_of(
     rows: Sequence[_Row], title: str, below_inches: float = 0.0, own_axes: bool = False
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Draw iterations below each other.
-
-    Args:
-        below_inches: height of a further axis below them, with the time of the first; none if 0.
-        own_axes: each iteration has a time axis of its own.
-    """
+    """Draw iterations below each other, with a further axis of the first one's time below them if it has a height."""
     least, most = _LANE_INCHES
     lane_inches = max(least, min(most, _ALL_LANES_INCHES / sum(row.plan.num_ranks for row in rows)))
     heights = [max(lane_inches * row.plan.num_ranks, 0.6) for row in rows] + [below_inches] * (below_inches > 0)
     size_inches = WIDTH_INCHES, sum(heights) + 0.35 * len(heights) + 1.1
     figure, axes = new_figure(size_inches, DPI, len(heights), height_ratios=heights)
     longest_us = max(row.makespan_us for row in rows) or 1.0
-    for axis, row in zip(axes, [*rows, rows[0]], strict=False):
+    for number, (axis, row) in enumerate(zip(axes, [*rows, rows[0]], strict=False)):
         length_us = row.makespan_us or 1.0 if own_axes else longest_us
         axis.set_xlim(0.0, length_us / 1e3)
         if own_axes or axis is axes[-1]:
             label_time(axis, length_us)
         else:
             axis.tick_params(axis="x", labelbottom=False)
-    for axis, row in zip(axes, rows, strict=False):
-        draw_lanes(axis, row.plan, row.boxes, row.makespan_us or 1.0 if own_axes else longest_us)
-        axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
-        axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
+        if number < len(rows):
+            draw_lanes(axis, row.plan, row.boxes, length_us)
+            axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
+            axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
     figure.suptitle(title, fontsize=11, parse_math=False)
     draw_legend(figure, [row.plan for row in rows])
     return figure, axes
 
 
 def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layout: Any) -> tuple[Figure, Sequence[Axes]]:
-    """Make a figure with axes below each other. Raises `EppError` if matplotlib is not installed.
-
-    Args:
-        dpi: pixels per inch.
-        layout: further arguments of matplotlib's `Figure.subplots`.
-    """
+    """Make a figure with axes below each other. Raises `EppError` if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -183,10 +158,7 @@ def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layo
 
 
 def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -> str:
-    """Draw a cap as a dashed line on each axis unless it is far above the peak, scale the axes, and return a note about caps.
-
-    Caps, one for each axis, and the highest peak are in bytes; `size` is the bytes of the axes' unit.
-    """
+    """Draw dashed caps, one per axis, unless far above the peak, scale axes to units of `size` bytes; return a note."""
     shown = [cap for cap in caps if cap <= _CAP_IN_SIGHT * peak]
     for axis, cap in zip(axes, caps, strict=True):
         if cap in shown:
@@ -199,12 +171,10 @@ def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -
 
 
 def _draw_memory(axis: Axes, timeline: Timeline) -> None:
-    """Draw live bytes of every rank as steps, and the caps."""
-    plan, peak, ranks = timeline.plan, max(timeline.peak_bytes), timeline.plan.num_ranks
+    plan, peak, ranks, lines = timeline.plan, max(timeline.peak_bytes), timeline.plan.num_ranks, []
     size, unit = byte_unit(peak)
     few = ranks <= len(_RANK_COLOURS)
     named = range(ranks) if few else (0, ranks // 2, ranks - 1)
-    lines = []
     for rank in range(ranks):
         # Of several changes at one instant (to the nanosecond), releases come first: the last value is valid.
         live = {round(time_us, 3): num_bytes for time_us, num_bytes in timeline.live_bytes(rank)}
@@ -230,15 +200,13 @@ def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) 
         top = rank - _LANE / 2
         compute = [box for box in boxes if box.rank == rank and box.stream == COMPUTE]
         _bars(axis, compute, [shades.colour(box.action) for box in compute], (top, lane), f"rank {rank} {COMPUTE}", edge)
+        again_us = [recompute.get(box.action, 0.0) * (box.end_us - box.start_us) for box in compute]
         fronts = [
-            box._replace(end_us=box.start_us + recompute[box.action] * (box.end_us - box.start_us))
-            for box in compute
-            if box.action in recompute
+            box._replace(end_us=box.start_us + time_us) for box, time_us in zip(compute, again_us, strict=True) if time_us
         ]
         _bars(axis, fronts, [operation(Op.R).colour] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
-        covered = {front.action: front.end_us for front in fronts}
-        for box in compute:
-            free = box._replace(start_us=covered.get(box.action, box.start_us))
+        for box, time_us in zip(compute, again_us, strict=True):
+            free = box._replace(start_us=box.start_us + time_us)
             _number(axis, plan, free, shades.colour(box.action), top + lane / 2, pixels_per_us)
         if copies:
             moved = [box for box in boxes if box.rank == rank and box.stream == COPY]
@@ -267,7 +235,6 @@ def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_
 
 
 def label_time(axis: Axes, longest_us: float) -> None:
-    """Label the time axis: ms, or s for an iteration of many seconds."""
     in_seconds = longest_us >= _MANY_SECONDS * 1e6
     if in_seconds:
         axis.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1e3:g}")
@@ -276,8 +243,7 @@ def label_time(axis: Axes, longest_us: float) -> None:
 
 def draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
     """Draw the legend below a picture of lanes: the operations of the plans, in the colours of their boxes."""
-    steps = [step for plan in plans for _, table in plan.tables for row in table for step in row]
-    present = {action.op for step in steps for action in step.actions}
+    present = {a.op for plan in plans for _, table in plan.tables for row in table for step in row for a in step.actions}
     kinds = {kind for plan in plans for kind in Shades(plan).kinds()}
     entries = []
     for kind in operations():
@@ -291,7 +257,6 @@ def draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
 
 
 def draw_entries(figure: Figure, entries: Iterable[tuple[str, str]], num_columns: int) -> None:
-    """Draw colours and their meanings below a picture."""
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, label=name) for colour, name in entries]
@@ -303,8 +268,7 @@ class Shades:
 
     def __init__(self, plan: Plan) -> None:
         sliced = [chunk.slice_of(plan.lengths) is not None for chunk in plan.chunks]
-        self.strengths = [_SLICE_STRENGTH if has_slice else _WHOLE_STRENGTH for has_slice in sliced]
-        """Strength of the colours of each chunk's actions, for `tint`."""
+        self.strengths = [_SLICE_STRENGTH if has_slice else _WHOLE_STRENGTH for has_slice in sliced]  # of each chunk's actions
 
     def colour(self, action: Action) -> str:
         return tint(operation(action.op).colour, self.strengths[action.chunk])
@@ -336,16 +300,10 @@ def item_colours(breakdown: MemoryBreakdown) -> dict[str, str]:
 
 
 def memory_picture(breakdown: MemoryBreakdown) -> Figure:
-    """Draw the items of every rank as stacked areas over the time of the iteration, in ms.
-
-    Raises:
-        EppError: matplotlib is not installed.
-    """
+    """Draw the items of every rank as stacked areas over time. Raises `EppError` if matplotlib is not installed."""
     plan, timeline = breakdown.timeline.plan, breakdown.timeline
-    height = min(2.6, max(1.3, 9.0 / plan.num_ranks))
-    figure, axes = new_figure(
-        (_MEMORY_WIDTH_INCHES, plan.num_ranks * height + 1.8), _MEMORY_DPI, plan.num_ranks, sharex=True, sharey=True
-    )
+    inches = _MEMORY_WIDTH_INCHES, plan.num_ranks * min(2.6, max(1.3, 9.0 / plan.num_ranks)) + 1.8
+    figure, axes = new_figure(inches, _MEMORY_DPI, plan.num_ranks, sharex=True, sharey=True)
     colours, peak = item_colours(breakdown), max(timeline.peak_bytes)
     size, unit = byte_unit(peak)
     for rank, axis in enumerate(axes):

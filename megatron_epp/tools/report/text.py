@@ -30,15 +30,12 @@ from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.units import byte_unit, format_bytes
 
 _KINDS = ("split", "hybrid", "batched")
-_UNEVEN = 1.1
-"""Smallest ratio of the busiest rank's load to the average for which `uneven_load` prints a line."""
-_COLUMNS = 8
-"""Number of ranks in one table."""
+_UNEVEN = 1.1  # smallest ratio of the busiest rank's load to the average for which `uneven_load` prints a line
+_COLUMNS = 8  # number of ranks in one table
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def format_cap(cap_bytes: int, *others: float) -> str:
-    """Format a cap like `format_bytes`, or as ``unlimited`` for no cap."""
     return "unlimited" if is_unlimited(cap_bytes) else format_bytes(cap_bytes, *others)
 
 
@@ -55,13 +52,7 @@ def clip(line: str, width: int | None) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Lines of a table with aligned columns, two spaces apart.
-
-    Args:
-        header: name of each column.
-        rows: cells, as many per row as the header has.
-        left: columns that align left; the others hold numbers and align right.
-    """
+    """Lines of a table, columns two spaces apart; those in `left` align left, the others hold numbers and align right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
@@ -117,27 +108,21 @@ def _memory_savings(plan: Plan) -> list[str]:
         took = format_us(sum(map(sum, plan.recompute_us)))
         parts.append(f"recompute takes {took} of all ranks' time: {counts} of {passes:,} layer passes")
     if copied:
-        parts.append(
-            f"offload copies {format_bytes(copied)} to host memory and back in {format_us(copies_us(plan))}, "
-            "overlapped with compute"
-        )
+        took = f"in {format_us(copies_us(plan))}, overlapped with compute"
+        parts.append(f"offload copies {format_bytes(copied)} to host memory and back {took}")
         if plan.host_links:
             parts.append(f"{plan.num_ranks} ranks share {len(set(plan.host_links))} links to host memory")
     if plan.kv_offload:
         sequences = len({entry.sequence for entry in plan.kv_offload})
         count = len({entry.stage for entry in plan.kv_offload})
         stages = "all stages" if count == plan.num_stages else f"{count} of {plan.num_stages} stages"
-        parts.append(
-            f"KV offload of {sequences} sequence{'s' * (sequences > 1)} on {stages}: "
-            f"{format_bytes(kv_offload_bytes(plan))}, gradients included"
-        )
+        size = f"{format_bytes(kv_offload_bytes(plan))}, gradients included"
+        parts.append(f"KV offload of {sequences} sequence{'s' * (sequences > 1)} on {stages}: {size}")
     return ["; ".join(parts)] if parts else []
 
 
 def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) -> list[str]:
-    """Table with one line per chunk: kind, tokens, segments. A slice prints as ``sequence[start:end]``, a whole sequence as its
-    number.
-    """
+    """Table with a line per chunk; a slice prints as ``sequence[start:end]``, a whole sequence as its number."""
     shown = plan.chunks if max_rows is None else plan.chunks[:max_rows]
     rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _by_part(plan, c)] for c, k in enumerate(shown)]
     lines = [clip(line, width) for line in table(("chunk", "kind", "tokens", "segments"), rows, left=(1, 3))]
@@ -155,10 +140,8 @@ def rank_table(plan: Plan) -> list[str]:
         twice = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
         total = sum(plan.num_layers[stage] for stage in stages) * len(plan.chunks)
         busy, bubble = format_us(busy_us(plan, rank)), f"{bubble_fraction(plan, rank):.1%}"
-        peak = f"{plan.predicted.peak_bytes[rank] / peak_size:.2f}"
-        rows.append(
-            [str(rank), " ".join(map(str, stages)), busy, bubble, peak, format_cap(plan.cap_bytes[rank]), f"{twice}/{total}"]
-        )
+        memory = f"{plan.predicted.peak_bytes[rank] / peak_size:.2f}", format_cap(plan.cap_bytes[rank])
+        rows.append([str(rank), " ".join(map(str, stages)), busy, bubble, *memory, f"{twice}/{total}"])
     return table(("rank", "stages", "busy", "bubble", f"peak {peak_unit}", "cap", "recompute layers"), rows, left=())
 
 
@@ -177,13 +160,7 @@ def uneven_load(plan: Plan) -> list[str]:
 
 
 def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) -> str:
-    """Format the whole report: headline, chunks, ranks, and the order of each rank.
-
-    Args:
-        plan: a complete plan; its own predictions are printed, nothing is simulated.
-        width: characters per line; longer lines are cut and end in ``…``. None: no limit.
-        max_chunks: rows of the chunk table. None: all.
-    """
+    """Format headline, chunks, ranks, and the order of each rank; lines are cut at `width` characters, None for no limit."""
     grid = [clip(line, width) for line in to_grid(plan).splitlines()]
     parts = [headline(plan), chunk_table(plan, max_chunks, width), rank_table(plan) + uneven_load(plan), grid]
     return "\n\n".join("\n".join(lines) for lines in parts)
@@ -209,14 +186,7 @@ def _segments(segments: Sequence[Segment], plan: Plan) -> str:
 def comparison(
     plans: Sequence[tuple[str, Plan | None]], settings: Sequence[str] = (), values: Sequence[Sequence[str]] = ()
 ) -> str:
-    """Table with one line per plan: makespan, ratio to the shortest, bubble, highest peak and its cap, recompute, chunks.
-
-    Args:
-        plans: name and plan, in the order to print; None if there is no plan, which the line states. Recompute is the share
-            of all ranks' compute time.
-        settings: titles of more columns, which show the settings of each plan.
-        values: of these columns, a row for each plan.
-    """
+    """Table with one line per plan, None where there is none, and more columns of `settings`, with a row of values for each."""
     if not plans:
         return "no plans to compare"
     header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks", *settings)
@@ -236,11 +206,7 @@ def comparison(
 
 
 def against(plan: Plan, measured: Measured) -> str:
-    """Table that compares a plan with a run of it: makespan, bubble, and compute time of each operation over all ranks.
-
-    Raises:
-        PlanError: the measurement is of another plan, or the order deadlocks.
-    """
+    """Table of a plan and a run of it: makespan, bubble, compute by operation. Raises `PlanError` for a run of another plan."""
     timeline = simulate(plan)
     took_us: list[dict[str, float]] = [defaultdict(float), defaultdict(float)]
     for total_us, boxes in zip(took_us, (planned_boxes(timeline), measured_boxes(plan, measured)), strict=True):
@@ -312,7 +278,6 @@ def curves(breakdown: MemoryBreakdown, width: int) -> list[str]:
 
 
 def memory_figures(breakdown: MemoryBreakdown) -> list[dict[str, Any]]:
-    """Return the figures of the memory report as data, one entry per rank."""
     plan, hosts = breakdown.timeline.plan, host_peak_bytes(breakdown.timeline.plan, breakdown.timeline)
     return [
         {

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from megatron_epp.contrib.papers.chunkflow import budgets, recompute_all_but_last
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError
+from megatron_epp.plan.first_fit import pack_whole
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.planner.baselines.contest import chunk_sizes, context_tokens, fixed_size_chunks, pack_whole
+from megatron_epp.planner.baselines.contest import chunk_sizes, context_tokens, fixed_size_chunks
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import whole_sequences

@@ -23,8 +23,9 @@ from megatron_epp.contrib.papers.infinipipe.checkpointing import Effort, diagona
 from megatron_epp.contrib.papers.slices import Slicer, slice_boundaries
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
+from megatron_epp.plan.first_fit import joined, longest_first
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.planner.baselines.contest import Contest, joined, longest_first, own_recompute_only
+from megatron_epp.planner.baselines.contest import Contest, own_recompute_only
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS

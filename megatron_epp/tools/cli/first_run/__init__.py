@@ -18,9 +18,8 @@ from megatron_epp.plan.yaml_files import shipped
 from megatron_epp.tools.cli.first_run import checks
 from megatron_epp.tools.cli.first_run.gain import gain
 from megatron_epp.tools.cli.first_run.launch import example_launch, read_launch
-from megatron_epp.tools.cli.first_run.outcome import FAILED, REDUCED, MachineCheck, Outcome, verdict
+from megatron_epp.tools.cli.first_run.outcome import FAILED, REDUCED, MachineCheck, Outcome, Setting, verdict
 from megatron_epp.tools.cli.first_run.race import race
-from megatron_epp.tools.cli.first_run.setting import Setting
 from megatron_epp.tools.cli.first_run.training import parity
 from megatron_epp.tools.cli.lengths import SOURCES
 from megatron_epp.tools.cli.terminal import Command, Parser, output_folder, progress, say
@@ -87,28 +86,21 @@ _EXAMPLE_SIZES = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the command's flags."""
     add = parser.add_argument
     add("--lengths", default="wikipedia", metavar="FILE|N,N,...|NAME", help=f"{SOURCES} (default: %(default)s)")
-    clusters = (
-        f"machine that the plan is for; shipped: {', '.join(shipped('clusters'))} (default: this one with GPUs, else h100x8)"
-    )
+    names = ", ".join(shipped("clusters"))
+    clusters = f"machine that the plan is for; shipped: {names} (default: this one with GPUs, else h100x8)"
     add("--cluster", metavar="NAME|FILE", help=clusters)
     model = "model to use without a launch command (default: llama3-8b on GPUs, tiny-gpt without)"
     add("--model", metavar="NAME|FILE", help=model)
-    add(
-        "--steps",
-        type=_names,
-        metavar="NAME,...",
-        help=f"only these of {', '.join(step.name for step in STEPS)} (default: all but race)",
-    )
+    steps = f"only these of {', '.join(step.name for step in STEPS)} (default: all but race)"
+    add("--steps", type=_names, metavar="NAME,...", help=steps)
     add("--race", action="store_true", help="train, too: ten iterations of your launch command with each schedule, unsaved")
     add("--reduced", action="store_true", help="everything tiny, in a minute or two: what runs on a CPU in any case")
     where = "where logs and the report go (default: %(default)s)"
     add("-o", "--output", type=output_folder, default=_FOLDER, metavar="FOLDER", help=where)
-    add(
-        "launch", nargs="*", metavar="-- COMMAND", help="your launch command as it is today, behind --, with variables replaced"
-    )
+    launch = "your launch command as it is today, behind --, with variables replaced"
+    add("launch", nargs="*", metavar="-- COMMAND", help=launch)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,28 +8,23 @@ from dataclasses import asdict, replace
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.tools.cli.doctor import PROBLEM, WARNING, look
 from megatron_epp.tools.cli.doctor import text as doctor_text
-from megatron_epp.tools.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
-from megatron_epp.tools.cli.first_run.setting import Setting
+from megatron_epp.tools.cli.first_run.outcome import SKIPPED, Outcome, Setting
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.report.text import format_us, table
 
-_WIDTHS = {"cuda": 16384, "cpu": 64}
-"""fp32 values of a token in a message of the queue check: on GPUs the largest has about 60 MB."""
-_LIMIT_S = {"cuda": 60.0, "cpu": 30.0}
-"""Seconds without progress after which a message counts as stuck."""
+_WIDTHS = {True: 16384, False: 64}
+"""fp32 values of a token in a message of the queue check, with GPUs, where the largest has about 60 MB, and without."""
+_LIMIT_S = {True: 60.0, False: 30.0}  # seconds without progress after which a message counts as stuck
 
 
 def doctor(setting: Setting) -> Outcome:
-    """Look at the machine as `megatron-epp doctor` does."""
     findings = list(look())
     failed = [finding for finding in findings if finding.status == PROBLEM]
     odd = failed + [finding for finding in findings if finding.status == WARNING]
-    lines = [
-        *doctor_text(odd or findings).split("\n")[:-2],
-        f"{len(findings)} subjects looked at; `megatron-epp doctor` lists all",
-    ]
+    lines = doctor_text(odd or findings).split("\n")[:-2]
+    lines.append(f"{len(findings)} subjects looked at; `megatron-epp doctor` lists all")
     todo = f"{failed[0].subject}: {failed[0].todo or 'see above'}" if failed else ""
-    return Outcome(FAILED if failed else PASSED, tuple(lines), todo, {"findings": [asdict(finding) for finding in findings]})
+    return Outcome.judged(not failed, lines, todo, {"findings": [*map(asdict, findings)]})
 
 
 def links(setting: Setting) -> Outcome:
@@ -39,24 +34,23 @@ def links(setting: Setting) -> Outcome:
     from megatron_epp.runtime.links.processes import measure_link
     from megatron_epp.tools.machine.queue_check import check_queues, queue_plans
 
-    gpus, device = bool(setting.num_gpus), setting.device
+    gpus, ranks = bool(setting.num_gpus), setting.num_ranks
+    how = _WIDTHS[gpus], gpus, _LIMIT_S[gpus]
     with progress("sending messages"):
         points = measure_link(gpus)
     with progress("running plans"):
-        runs = check_queues(queue_plans(setting.num_ranks), _WIDTHS[device], gpus, _LIMIT_S[device])
-        if setting.num_ranks >= 4 and setting.num_ranks % 2 == 0:  # two pipelines side by side, of at least two ranks each
-            again = check_queues(queue_plans(setting.num_ranks // 2), _WIDTHS[device], gpus, _LIMIT_S[device], pipelines=2)
+        runs = check_queues(queue_plans(ranks), *how)
+        if ranks >= 4 and ranks % 2 == 0:  # two pipelines side by side, of at least two ranks each
+            again = check_queues(queue_plans(ranks // 2), *how, pipelines=2)
             runs += [replace(run, name=f"{run.name}, 2 ranks a stage") for run in again]
-    rows = [
-        [format_bytes(point.tokens), format_us(point.time_us), f"{point.tokens / point.time_us / 1e3:.2f}"] for point in points
-    ]
+    rows = [[format_bytes(size), format_us(time_us), f"{size / time_us / 1e3:.2f}"] for size, _, time_us in points]
     ran = [[timed.name, str(timed.num_messages), format_bytes(timed.message_bytes), format_us(timed.time_us)] for timed in runs]
     wrong = [timed for timed in runs if timed.num_wrong]
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     lines = [
         *table(("message", "time", "GB/s"), rows),
         "",
-        f"plans over {setting.num_ranks} ranks ({'NCCL' if gpus else 'gloo'}, CUDA_DEVICE_MAX_CONNECTIONS {queues}):",
+        f"plans over {ranks} ranks ({'NCCL' if gpus else 'gloo'}, CUDA_DEVICE_MAX_CONNECTIONS {queues}):",
         *table(("plan", "messages", "largest", "time"), ran),
         f"{sum(timed.num_wrong for timed in runs)} values arrived other than they were sent",
     ]

@@ -13,39 +13,27 @@ from megatron_epp.tools.advice.causes import Stock
 from megatron_epp.tools.advice.judge import Judged, choices_of, exactly, shares_by_work
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.cli.first_run.launch import StockLaunch
-from megatron_epp.tools.cli.first_run.outcome import PASSED, Outcome
-from megatron_epp.tools.cli.first_run.setting import Setting
+from megatron_epp.tools.cli.first_run.outcome import PASSED, Outcome, Setting
 from megatron_epp.tools.cli.lengths import limited, read_lengths
 from megatron_epp.tools.cli.planning_flags import cap_of
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.report.text import format_us, table
 
-_NOTICED = 1.03
-"""Smallest gain that is not called a tie."""
-_NOT_SUBTRACTED = (
-    "not subtracted: what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
-)
+_NOTICED = 1.03  # smallest gain that is not called a tie
+_NOT_SUBTRACTED = "what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
 
 
 def question_of(setting: Setting) -> Question:
-    """Return the planning question of the user's launch command and lengths."""
     launch = setting.launch
     batch = int(launch.flags.get("global_batch_size") or 1)
     drawn = read_lengths(setting.lengths_from, batch)
     lengths = limited(drawn, argparse.Namespace(context=launch.context, documents="split"))
-    return Question(
-        flags=launch.flags,
-        cluster=setting.cluster,
-        devices=launch.devices,
-        cap_bytes=cap_of(None, setting.cluster),
-        lengths=lengths[:batch],
-        context=launch.context,
-        options=Options(context=launch.context),
-    )
+    asked = launch.devices, cap_of(None, setting.cluster), lengths[:batch], launch.context
+    return Question(launch.flags, setting.cluster, *asked, options=Options(context=launch.context))
 
 
 def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
-    """Return the parallel sizes of a launch command, with equal numbers of layers in all stages."""
+    """Return a launch command's parallel sizes, with equal numbers of layers in all stages."""
     flags = launch.flags
     tensor, context, pipeline, expert = (
         int(flags.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "context", "pipeline_model", "expert_model")
@@ -57,11 +45,7 @@ def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
 
 
 def gain(setting: Setting) -> Outcome:
-    """Plan the user's lengths, compare, and end with the lines to change in the launch command.
-
-    Raises:
-        InfeasibleError: no plan fits.
-    """
+    """Plan the user's lengths, compare, and end with the lines to change. Raises `InfeasibleError` if no plan fits."""
     question = question_of(setting)
     config = configuration_of(question, setting.launch)
     with progress("planning"):
@@ -74,7 +58,7 @@ def gain(setting: Setting) -> Outcome:
         f"{max(question.lengths):,}; {config.name}; costs by formula for {setting.cluster.name}",
         *_rows(question, stock, elastic),
         _said(speedup),
-        *([_NOT_SUBTRACTED] if refused else []),
+        *[f"not subtracted: {_NOT_SUBTRACTED}"] * bool(refused),
         *refused,
         "",
         "the lines to change in your launch command:",
@@ -91,7 +75,6 @@ def gain(setting: Setting) -> Outcome:
 
 
 def _rows(question: Question, stock: Stock | None, elastic: Judged) -> list[str]:
-    """Format both predictions; there is none of Megatron's schedule if no microbatches of it fit."""
 
     def rate(step_us: float) -> list[str]:
         return [format_us(step_us), f"{1e6 * question.tokens / step_us:,.0f}"]

@@ -16,8 +16,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of, flag_words
 
 _OURS = ["-m", "megatron_epp.run"]
-_CHANGED = {"--micro-batch-size": "1", "--attention-dropout": "0"}
-"""Flags that a plan needs at one value."""
+_CHANGED = {"--micro-batch-size": "1", "--attention-dropout": "0"}  # flags that a plan needs at one value
 _LASTING = """
     --load --save --save-interval --save-retain-interval --async-save --finetune --pretrained-checkpoint --ckpt-step
     --non-persistent-save-interval --non-persistent-ckpt-type --tensorboard-dir --wandb-project --wandb-exp-name
@@ -26,25 +25,20 @@ _LASTING = """
 """Flags that a short run to compare leaves out or sets: it keeps and loads nothing, and logs every iteration."""
 
 
+VOCABULARY = 128256  # vocabulary that is assumed where only the tokenizer knows it
+
+
 @dataclass(frozen=True, slots=True)
 class StockLaunch:
-    """A command that trains with Megatron's own schedule.
+    """A command that trains with Megatron's own schedule, on so many devices."""
 
-    Attributes:
-        words: of the command line.
-        script: position of the training script among them.
-        flags: Megatron's flags with underscores, its defaults included.
-        devices: that the command starts.
-    """
-
-    words: tuple[str, ...]
-    script: int
-    flags: dict[str, Any]
+    words: tuple[str, ...]  # of the command line
+    script: int  # position of the training script among them
+    flags: dict[str, Any]  # Megatron's flags with underscores, its defaults included
     devices: int
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """Arguments of the training script."""
         return self.words[self.script + 1 :]
 
     @property
@@ -68,13 +62,7 @@ class StockLaunch:
         return argv
 
     def raced(self, schedule: str, folder: Path, iterations: int) -> list[str]:
-        """Return the words of a command that trains a few iterations by a schedule, without saving or evaluating.
-
-        Args:
-            schedule: a value of `--epp-schedule`.
-            folder: where its figures go.
-            iterations: after which it ends; the schedules of learning rate and batch size stay as they are.
-        """
+        """Return the words of a command that trains a few iterations by a value of `--epp-schedule`, and saves nothing."""
         own = _without(self.elastic_argv(), _LASTING.split())
         own += ["--epp-schedule", schedule, "--epp-report-dir", str(folder)]
         own += ["--exit-interval", str(iterations), "--log-interval", "1", "--eval-iters", "0"]
@@ -100,14 +88,7 @@ class StockLaunch:
 
 
 def read_launch(words: Sequence[str]) -> StockLaunch:
-    """Read a launch command. Imports Megatron.
-
-    Args:
-        words: a launcher such as torchrun with its flags, a script of Megatron, and the script's flags.
-
-    Raises:
-        EppError: it names no script, or no model, or a value does not fit its flag.
-    """
+    """Read a launcher with its flags, a script of Megatron, and its flags. Raises `EppError` if no script or model is there."""
     from megatron_epp.mcore import entry
 
     script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
@@ -127,17 +108,12 @@ def read_launch(words: Sequence[str]) -> StockLaunch:
     return StockLaunch(tuple(words), script, flags, max(replica, started - started % replica))
 
 
-VOCABULARY = 128256
-"""Vocabulary that is assumed where only the tokenizer knows it."""
-
-
 def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
     """Return a launch command for a model, for users who have none yet."""
     return ["torchrun", "--nproc-per-node", str(processes), "pretrain_gpt.py", *flag_words(flags)]
 
 
 def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return arguments without some flags and their values."""
     words, is_left_out = [], False
     for word in argv:
         if word.startswith("--"):

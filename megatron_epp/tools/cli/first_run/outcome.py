@@ -1,31 +1,38 @@
-"""Steps of the first run on a machine, what each found, and the report of all of them."""
+"""Steps of the first run on a machine, the state that they share, what each found, and the report of all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from megatron_epp.tools.cli.first_run.setting import Setting
+from megatron_epp.tools.cli.first_run.launch import StockLaunch
+from megatron_epp.tools.formulas.library import Cluster
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    folder: Path  # where logs and reports go
+    machine: str  # name of this machine's GPUs or processor
+    num_gpus: int
+    is_reduced: bool  # everything is tiny, as on a CPU
+    num_ranks: int  # ranks of the steps that exchange messages
+    launch: StockLaunch  # the user's launch command, as it is today; an example unless `has_launch`
+    has_launch: bool
+    cluster: Cluster  # kind of machine that plans are for
+    lengths_from: str  # source of the lengths, a value of ``--lengths``
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a step.
+    """Result of a step: `found` has lines for people, `figures` the same for programs, with units in the names."""
 
-    Attributes:
-        status: ``passed``, ``failed`` or ``skipped``.
-        found: lines for people.
-        todo: what to do about a failure or a skip; empty where nothing is to be done.
-        figures: the same for programs, with units in the names.
-        time_s: that the step took.
-    """
-
-    status: str
+    status: str  # ``passed``, ``failed`` or ``skipped``
     found: tuple[str, ...]
-    todo: str = ""
+    todo: str = ""  # about a failure or a skip
     figures: dict[str, Any] = field(default_factory=dict)
     time_s: float = 0.0
 
@@ -42,29 +49,18 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class MachineCheck:
-    """One step.
-
-    Attributes:
-        name: one word, by which ``--steps`` selects it.
-        purpose: what it does.
-        expect: what one sees where all is well.
-        on_failure: what to do where the step ends in an error.
-        gpu_minutes: estimated time on a node of GPUs.
-        run: does it. Raises `EppError`.
-        is_asked_for: it is run only where it is asked for.
-    """
+    """A step that ``--steps`` selects by its name; `run` raises `EppError`."""
 
     name: str
     purpose: str
-    expect: str
-    on_failure: str
-    gpu_minutes: int
+    expect: str  # what one sees where all is well
+    on_failure: str  # what to do where the step ends in an error
+    gpu_minutes: int  # estimate for a node of GPUs
     run: Callable[[Setting], Outcome]
-    is_asked_for: bool = False
+    is_asked_for: bool = False  # it runs only where it is asked for
 
 
 def verdict(done: Mapping[str, Outcome]) -> str:
-    """Summarize the results of all steps, by name, in a line."""
     counts = []
     for status in (PASSED, FAILED, SKIPPED):
         if names := [name for name, outcome in done.items() if outcome.status == status]:

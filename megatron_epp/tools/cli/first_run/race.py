@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.tools.cli.first_run.gain import refusals
-from megatron_epp.tools.cli.first_run.outcome import FAILED, PASSED, SKIPPED, Outcome
-from megatron_epp.tools.cli.first_run.setting import Setting
+from megatron_epp.tools.cli.first_run.outcome import FAILED, SKIPPED, Outcome, Setting
 from megatron_epp.tools.cli.first_run.training import tiny_training
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.launch.runs import RecordedRun, TrainingError, launched, pipeline_size, train
@@ -48,9 +48,8 @@ def _raced(setting: Setting, run: Callable[[str, Path], RecordedRun]) -> Outcome
                 failures[name] = str(error)
     figures = {name: figures_of(run) for name, run in recorded.items()}
     lines = [*_rows(figures), *_said(figures), *(f"{name} did not end well: {text}" for name, text in failures.items())]
-    status = PASSED if "elastic" in recorded else FAILED
-    todo = "" if status == PASSED else f"the logs are in {setting.folder / 'race'}; send them with this report"
-    return Outcome(status, tuple(lines), todo, {"schedules": figures, "failures": failures})
+    todo = f"the logs are in {setting.folder / 'race'}; send them with this report"
+    return Outcome.judged("elastic" in recorded, lines, todo, {"schedules": figures, "failures": failures})
 
 
 def figures_of(run: RecordedRun) -> dict[str, Any]:
@@ -60,8 +59,7 @@ def figures_of(run: RecordedRun) -> dict[str, Any]:
     return {
         "tokens_per_second": 1e3 * sum(line["tokens"] for line in lines) / sum(times),
         "iteration_us": 1e3 * sum(times) / len(times),
-        "planned_us": sum(figures_of_step["planned"] for figures_of_step in planned) / len(planned) if planned else None,
-        "measured_us": sum(figures_of_step["measured"] for figures_of_step in planned) / len(planned) if planned else None,
+        **{f"{name}_us": fmean(step[name] for step in planned) if planned else None for name in ("planned", "measured")},
         "planned_peak_bytes": _most(run, "planned_peak_bytes"),
         "device_peak_bytes": max((peak[0] for line in run.lines for peak in line["device_peak_bytes"] if peak), default=None),
         "alloc_retries": _most(run, "alloc_retries"),
@@ -70,7 +68,7 @@ def figures_of(run: RecordedRun) -> dict[str, Any]:
 
 
 def _most(run: RecordedRun, name: str) -> int | None:
-    """The largest value of a figure of ranks; None where no iteration has it."""
+    """Return the largest value of a figure of ranks; None where no iteration has it."""
     return max((value for line in run.lines for value in line.get(name, ()) if value is not None), default=None)
 
 
@@ -84,11 +82,11 @@ def _rows(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "peak": ("device_peak_bytes", format_bytes),
         "allocator retries": ("alloc_retries", str),
     }
-    rows = [
-        [name, *("-" if own[key] is None else form(own[key]) for key, form in columns.values())]
-        for name, own in figures.items()
-    ]
-    return table(("schedule", *columns), rows) if rows else []
+
+    def cells(own: Mapping[str, Any]) -> list[str]:
+        return ["-" if own[key] is None else form(own[key]) for key, form in columns.values()]
+
+    return table(("schedule", *columns), [[name, *cells(own)] for name, own in figures.items()]) if figures else []
 
 
 def _said(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -33,8 +33,7 @@ from megatron_epp.tools.report.text import headline
 PageColumns = dict[str, Any]
 
 _STREAMS = (COMPUTE, COPY, LINK)
-_DECIMALS = 3
-"""Times in microseconds are rounded to nanoseconds."""
+_DECIMALS = 3  # times in microseconds are rounded to nanoseconds
 
 
 def operation_columns() -> list[PageColumns]:
@@ -51,27 +50,14 @@ def operation_columns() -> list[PageColumns]:
 
 
 class Shown(NamedTuple):
-    """A plan to show.
-
-    Attributes:
-        name: its title.
-        plan: it is simulated.
-        measured: a run of it.
-        breakdown: its memory by item.
-    """
-
-    name: str
-    plan: Plan
-    measured: Measured | None = None
-    breakdown: MemoryBreakdown | None = None
+    name: str  # its title
+    plan: Plan  # it is simulated
+    measured: Measured | None = None  # a run of it
+    breakdown: MemoryBreakdown | None = None  # its memory by item
 
 
 def plan_columns(shown: Shown) -> PageColumns:
-    """Return everything that a page shows of a plan, and of a run of it.
-
-    Raises:
-        PlanError: the order deadlocks, or the measurement is of another plan.
-    """
+    """Return all that a page shows of a plan and a run. Raises `PlanError` for a deadlock, or a run of another plan."""
     plan = shown.plan
     timeline, graph = simulate(plan), build_graph(plan)
     return {
@@ -160,13 +146,7 @@ def _times(values: Iterable[float]) -> list[float]:
 
 
 def _reasons(graph: Graph, binding: Sequence[BindingDependency], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
-    """Columns with what each box waited for, and the boxes of the critical path.
-
-    `because` is the distance back to the box that it waited for, 0 if it waited for none.
-
-    Args:
-        numbers: the step of each box; -1 for none.
-    """
+    """Columns with how far back the box is for which each waited (0 for none), given its step, and the critical path."""
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
     none = BindingDependency(DependencyKind.START)
     of_boxes = [binding[number] if number >= 0 else none for number in numbers]
@@ -203,8 +183,8 @@ def _recompute(plan: Plan, graph: Graph) -> PageColumns:
 def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
     """Columns with the memory of every rank.
 
-    A rank without copies allocates and frees box by box. Others do so in the order of `events`: `code` is twice the number of
-    a box, plus one if it is the release.
+    A rank without copies allocates and frees box by box. Others do so in the order of `events`: `code` is twice the number of a
+    box, plus one if it is the release.
     """
     plan = timeline.plan
     events: dict[int, PageColumns] = {}
@@ -226,8 +206,7 @@ def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
 def item_columns(breakdown: MemoryBreakdown) -> PageColumns:
     """Columns with the memory of every rank by item, with the colours of pictures.
 
-    `time_us` has the moments at which a rank's memory changes, and `changes` three numbers per changed item: of the moment, of
-    the item, and the bytes that are added.
+    `changes` has three numbers per changed item: of the moment in `time_us`, of the item, and the bytes that are added.
     """
     colours = item_colours(breakdown)
     index = {name: number for number, name in enumerate(colours)}

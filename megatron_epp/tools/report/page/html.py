@@ -20,11 +20,7 @@ _STYLE, _FRAME = "page.css", "page.html"
 
 
 def page(shown: Sequence[Shown]) -> str:
-    """Return the page as HTML, with plans below each other on one time axis.
-
-    Raises:
-        PlanError: there is no plan, an order deadlocks, or a measurement is of another plan.
-    """
+    """Return plans below each other on one time axis, as HTML. Raises `PlanError` as `plan_columns` does, and for none."""
     if not shown:
         raise PlanError("there is no plan to draw: no planner found one")
     batches = list(dict.fromkeys(batch_text(each.plan) for each in shown))
@@ -49,7 +45,6 @@ def page(shown: Sequence[Shown]) -> str:
 
 
 def save_page(shown: Sequence[Shown], path: str | Path) -> None:
-    """Write `page` to a file. Raises the errors of `page`."""
     write_text(path, page(shown))
 
 

@@ -12,7 +12,7 @@ def buffers(sizes: Sequence[Sequence[int]], spare: Sequence[Sequence[int]]) -> d
     from megatron.core import mpu
     from megatron.core.transformer.moe import fused_a2a
 
-    from megatron_epp.mcore.training.exchange_buffer import ExchangeBuffer
+    from megatron_epp.features.exchanges.exchange_buffer import ExchangeBuffer
     from tests.support.mcore import deep_ep_stand_in
 
     mpu.initialize_model_parallel(expert_model_parallel_size=2)

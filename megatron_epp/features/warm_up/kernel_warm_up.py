@@ -10,11 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_epp.features import RunFeature
+from megatron_epp.mcore.model.core_attention import relay_of
+from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.shape_classes import ShapeClass, all_classes
 from megatron_epp.plan.sizing import expanded_at_once
@@ -22,6 +25,11 @@ from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 from megatron_epp.runtime.context import ChunkLayout
+
+if TYPE_CHECKING:
+    from megatron_epp.cost import PipelineCosts
+    from megatron_epp.data.batch import GlobalBatch
+    from megatron_epp.mcore.iteration.base_run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +141,31 @@ class KernelWarmUp:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # blocks of these sizes would stay reserved, beyond what plans count
         logger.info("warmed up in %.1f s", time.perf_counter() - begin_s)
+
+
+class AttentionWarmUp(RunFeature):
+    """Warm-up of attention in a run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._warm_up: KernelWarmUp | None = None
+
+    def settled(self, costs: PipelineCosts) -> None:
+        run, heads = self._run, dict[Heads, None]()
+        for number, stage in run.stages.items():
+            kv = costs.stages[number].kv
+            kv_heads = kv.expanded_heads or kv.heads
+            for part in filter(None, map(relay_of, stage.decoder.modules())):
+                sizes = kv_heads * kv.queries_per_key, kv_heads, part.channels, part.config.params_dtype, run.device, part.scale
+                more = part.preference, part.value_channels, kv.expanded_heads > 0, part.window, part.has_sinks
+                heads[Heads(*sizes, *more)] = None
+        self._warm_up = KernelWarmUp(tuple(heads), run.args.seq_length, run.args.epp_warm_up, offloads(run.args))
+
+    def before(self, batch: GlobalBatch) -> None:
+        if self._warm_up is not None and self._warm_up.is_active and batch.plan is not None:
+            with self._run.watching("warms up attention"):
+                attends_again = any(recompute.attention_layers for row in batch.plan.recompute for recompute in row)
+                self._warm_up.before(batch.prepared.program.layouts, attends_again)
 
 
 def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_epp.features import RunFeature
+from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.model.kinds.experts import flex_backend
+
+if TYPE_CHECKING:
+    from megatron_epp.data.batch import GlobalBatch
+    from megatron_epp.mcore.iteration.base_run import Run
 
 
 class ExchangeBuffer:
@@ -66,3 +72,22 @@ class ExchangeBuffer:
             config.moe_hybridep_num_blocks_unpermute,
             num_sms_preprocessing_api=config.moe_hybridep_num_sms_preprocessing,
         )
+
+
+class RunExchanges(RunFeature):
+    """The exchange buffer of a run, which follows the largest chunk of each plan."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._shards = run, token_shards(run.args)
+        self._buffer = ExchangeBuffer((stage.model for stage in run.stages.values()), run.device)
+
+    def allocate(self) -> None:
+        self._buffer.allocate()
+
+    def before(self, batch: GlobalBatch) -> None:
+        plan, rank = batch.plan, self._run.rank
+        if plan is None or not self._buffer.follows_chunks:
+            return
+        largest = max(plan.padded_tokens(chunk) for chunk in range(len(plan.chunks)))
+        with self._run.watching("waits for the largest chunk of ranks that share experts"):
+            self._buffer.reserve(largest // self._shards, plan.cap_bytes[rank] - plan.predicted.peak_bytes[rank])
