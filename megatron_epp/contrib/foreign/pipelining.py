@@ -38,9 +38,8 @@ def from_pipelining(text: str) -> Plan:
 
 
 def launches_of(text: str) -> Rows | None:
-    """Return what every rank launches, in order, by a table that has sends and receives; None for one without.
-
-    Raises `PlanError` where a cell has another form.
+    """Return what every rank launches, in order, by a table that has sends and receives; None for one without. Raises
+    `PlanError` where a cell has another form.
     """
     rows = _rows(text)
     if not any(cell.message for row in rows for cell in row):

@@ -57,11 +57,6 @@ def budgets(most: int) -> list[int]:
 
 
 def recompute_all_but_last(chunks: Sequence[Chunk], num_layers: Sequence[int], retain: int) -> RecomputeSteps:
-    """Return recomputed layers ``[stage][chunk]``: all of a stage's for the chunks that are not retained.
-
-    Args:
-        num_layers: of every stage.
-        retain: number of chunks at the end of each sequence that keep their activations.
-    """
+    """Return recomputed layers ``[stage][chunk]``: all of a stage's, but for the last `retain` chunks of each sequence."""
     retained = {c for group in slice_groups(chunks) for c in group[-retain:]}
     return [[0 if c in retained else count for c in range(len(chunks))] for count in num_layers]

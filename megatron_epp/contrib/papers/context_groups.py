@@ -17,13 +17,7 @@ from megatron_epp.plan.reading import whole
 
 
 class Group(NamedTuple):
-    """Ranks ``[first, first + degree)`` that share the tokens of some sequences of a chunk.
-
-    Attributes:
-        first: lowest of the ranks.
-        degree: number of ranks.
-        segments: positions of the sequences in the chunk.
-    """
+    """Ranks ``[first, first + degree)`` that share the tokens of some sequences of a chunk, by their positions in it."""
 
     first: int
     degree: int
@@ -78,11 +72,7 @@ class ContextGroups:
         ]
 
     def faults(self, chunks: Sequence[Chunk], lengths: Sequence[int]) -> Iterator[str]:
-        """Yield what is wrong: overlapping groups, sequences without one or in two, ranks that hold too much, cut sequences.
-
-        Args:
-            lengths: tokens of every sequence.
-        """
+        """Yield what is wrong: overlapping groups, sequences without one or in two, ranks that hold too much, cut sequences."""
         if not len(self.of_chunk) == len(self.rank_tokens) == len(chunks):
             yield f"groups of {len(self.of_chunk)} chunks, and tokens of {len(self.rank_tokens)}; there are {len(chunks)}"
             return

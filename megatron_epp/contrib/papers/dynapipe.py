@@ -55,11 +55,7 @@ def sorted_microbatches(problem: Problem, costs: Costs, options: Options) -> Ite
 
 
 def _times(problem: Problem, costs: Costs, lengths: Sequence[int]) -> tuple[Times, NDArray[np.int64]]:
-    """Compute the time in microseconds and the padded tokens of the sequences from one to before another, ``[from][to]``.
-
-    Args:
-        lengths: of the sequences, falling.
-    """
+    """Compute time in microseconds and padded tokens of falling sequences from one to before another, ``[from][to]``."""
     line, multiple = slowest_line(problem, costs)[0], problem.token_multiple
     tokens = np.cumsum([0, *lengths], dtype=np.int64)
     pairs = np.cumsum([0, *(causal_pairs(0, length) for length in lengths)], dtype=np.int64)
