@@ -13,11 +13,8 @@ from megatron_epp.cost.work import causal_pairs
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Layers of every stage.
-
-    Attributes:
-        layers: of every stage, first to last; half layers count as 0.5.
-        excess: share of the mean by which the busiest stage's time exceeds it; the other stages wait that long.
+    """Layers of every stage, first to last; half layers count as 0.5. `excess` is the share of the mean by which the busiest
+    stage's time exceeds it; the other stages wait that long.
     """
 
     layers: tuple[float, ...]
@@ -25,19 +22,15 @@ class Spread:
 
 
 WORTH = 0.05
-"""Smallest saving of the busiest stage's time, as a share of the mean, for which `advice` suggests other layers per stage;
-chosen, not measured."""
+"""Smallest saving of the busiest stage's time, as a share of the mean, for which `advice` suggests other layers; not
+measured."""
 
 
 def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int, rank_of: Sequence[int] = ()) -> tuple[int, ...]:
     """Layers of each stage that minimize the busiest rank's time. Every stage has at least one.
 
     Each layer goes to the rank with the least work, and there to the stage with the least; among equals to the latest, which
-    holds the fewest chunks at a time.
-
-    Args:
-        extra_us: of each stage, besides its layers.
-        rank_of: the rank of every stage; empty for one stage per rank.
+    holds the fewest chunks at a time. Stages take `extra_us` besides layers; without `rank_of` each is on a rank of its own.
     """
     layers, ranks = [1] * len(extra_us), rank_of or range(len(extra_us))
     stages_of: dict[int, list[tuple[float, int]]] = {}
@@ -88,11 +81,8 @@ def advice(
 ) -> str | None:
     """A sentence of advice if other layers per stage would save the busiest stage at least `WORTH`; None otherwise.
 
-    Also None if ranks have several stages, or there are fewer layers than stages.
-
-    Args:
-        placement: the rank of every stage.
-        setting: words that set given layers per stage, for who asked; None names the layers alone.
+    Also None if ranks have several stages, or there are fewer layers than stages. `setting` gives words that set given layers
+    per stage, for who asked; None names the layers alone.
     """
     if len(set(placement)) < len(placement) or sum(costs.num_halves) // 2 < len(placement) or not lengths:
         return None

@@ -29,7 +29,6 @@ _ITEMS = {INPUT: memory.INPUTS, HEAD: memory.HEAD, HANDOVER: memory.STATES}
 UNKNOWN_BYTES: dict[str, Any] = dict.fromkeys(
     f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended")
 )
-"""Sizes of a block that are not measured, as they are where they are unknown."""
 _MOST_PER_TOKEN = float(1 << 32)
 """Bytes: with the tokens of the largest chunk and all layers a sum is still a whole number of 64 bits."""
 _PER_TOKEN = (
@@ -61,14 +60,11 @@ class PartCosts:
         weight: the weight gradient, a part of `backward`: if W is a separate action, B takes the rest.
         exchange: the part of a layer's forward, and of its backward, in which tensor-parallel ranks exchange activations.
             Another action in the same step can compute meanwhile.
-        recompute: a layer in each recompute mode whose costs are known, by the mode's name, except a layer that recomputes in
-            full.
+        recompute: a layer in each mode whose costs are known, except a layer that recomputes in full.
         bytes_per_token: kept from forward to backward, K and V included.
-        attended_bytes_per_token: held when the backward of its attention has made the gradient of K and V; None if unknown,
-            then all bytes of the layer are assumed.
-        apart_bytes_per_token: peak of a layer during a backward with split weight gradient, which keeps what that needs; None
-            if unknown.
-        apart_attended_bytes_per_token: `attended_bytes_per_token` of such a backward; None if unknown.
+        attended_bytes_per_token: held when its attention's backward has made the gradient of K and V; None assumes all bytes.
+        apart_bytes_per_token, apart_attended_bytes_per_token: peak during a backward with split weight gradient, which keeps
+            what that needs, and `attended_bytes_per_token` of such a backward; None if unknown.
         weight_bytes_per_token: needed by its W after its B: inputs and output gradients of the linear layers.
         workspace_bytes: held only while a pass runs, independent of its tokens: logits of a block of the loss.
     """
@@ -95,22 +91,21 @@ class BlockCosts(PartCosts):
 
     Attributes:
         kind: one of `KINDS`, or a name of a subclass.
-        count: number of them; only layers can be none. Times and bytes of layers of multi-token prediction are of all of them,
-            but for `kv`. Only layers recompute.
-        full_bytes_per_token: peak of a layer that keeps everything or recomputes in full, while its backward runs; None if
-            it is `bytes_per_token`.
+        count: number of them; only layers can be none, and only layers recompute. Layers of multi-token prediction have times
+            and bytes of all of them, but for `kv`.
+        full_bytes_per_token: peak in the backward of a layer that keeps everything or recomputes in full; None:
+            `bytes_per_token`.
         input_bytes_per_token: of its input, which a layer that recomputes in full keeps.
         working_bytes_per_token: held only while it runs: gradients, workspace of kernels. 0 if memory of passes is not counted.
-        first_mlp_bytes_per_token: kept by the MLP at the stage's start if it counts as one of the layers with the attention at
-            the stage's end: both take as long as a layer, keep as much and recompute together, but backward comes to that
-            attention first and to the MLP last, so these bytes go later than a layer's.
+        first_mlp_bytes_per_token: kept by the MLP at the stage's start if it counts as one layer with the attention at the
+            stage's end. Both take as long, keep as much and recompute like a layer, but backward comes to that attention first
+            and to the MLP last, so these bytes go later.
         kv: keys and values that one caches; None without attention.
         cached_share: share of the layers that cache any, where others have a window or a state instead.
-        state_bytes: handed on to the next slice alone: held from a slice's forward to its backward, first the state and from
-            the next slice's backward on its gradient.
+        state_bytes: handed on to the next slice alone, and held from a slice's forward to its backward: the state, and from the
+            next slice's backward on its gradient.
         state_tokens: tokens of a sequence from which on the state has these bytes, as of a window; fewer have a part of them.
-        tail_bytes: that a layer keeps besides in a slice which is not the first, such as rows of the slice before ahead of its
-            own.
+        tail_bytes: that a layer keeps besides in a slice which is not the first, such as rows of the slice before.
     """
 
     kind: str
@@ -142,9 +137,7 @@ class BlockCosts(PartCosts):
         return self.recompute.get(name)
 
     def kept_per_token(self, work: ChunkWork, mode: ModeCosts | None = None, keeps_kv: bool = True) -> TimeColumn:
-        """Bytes per token kept from forward to backward in a recompute mode, or by a layer that keeps everything. Keys and
-        values in a sequence's cache do not count; `keeps_kv` says that the mode keeps them.
-        """
+        """Bytes per token kept for backward, in a recompute mode or without one. Keys and values in a cache do not count."""
         of_cache = self.parts * self._in_cache(work) * keeps_kv
         return (self if mode is None else mode).bytes_per_token - of_cache
 
@@ -182,10 +175,8 @@ class BlockCosts(PartCosts):
     def gradients_ahead_bytes(self, work: ChunkWork, freed: IntColumn) -> TimeColumn:
         """Most bytes by which gradients of keys and values of multi-token prediction exceed what is freed ahead of them.
 
-        A depth's is made when its layer has freed what comes behind its attention, and the depths behind it everything.
-
-        Args:
-            freed: bytes that the head has freed before.
+        A depth's are made when its layer has freed what comes behind its attention, the depths behind it have freed everything,
+        and the head has freed `freed` bytes.
         """
         attended, kept_bytes = self.attended_bytes_per_token, self.kept_per_token(work) * work.tokens
         held = (self.bytes_per_token / self.parts if attended is None else attended) - self._in_cache(work)
@@ -240,11 +231,8 @@ _NO_LAYERS = BlockCosts(kind=LAYER, count=0)
 class StageCosts:
     """Time and memory of one pipeline stage.
 
-    Attributes:
-        blocks: in the order in which a forward runs them. Layers are one block, which a stage without layers may have too.
-        static: weights, gradients, optimizer state.
-        unlike: layers of several kinds one by one, as a forward runs them, of which only what they keep and their peaks count:
-            times are those of their block, whose sizes are their mean. Empty where layers are alike.
+    `blocks` are in the order in which a forward runs them; layers are one block, also where there are none. `unlike` has layers
+    of several kinds one by one, of which only what they keep and their peaks count: their block has times and mean sizes.
     """
 
     blocks: tuple[BlockCosts, ...]
@@ -262,12 +250,10 @@ class StageCosts:
 
     @property
     def ends(self) -> tuple[BlockCosts, ...]:
-        """The input and the head."""
         return tuple(block for block in self.blocks if block.group == 2)
 
     @property
     def ends_bytes_per_token(self) -> float:
-        """Bytes that they keep from forward to backward."""
         return sum(block.bytes_per_token for block in self.ends)
 
     @property
@@ -297,12 +283,10 @@ class StageCosts:
 
     @property
     def kv(self) -> KVBytes:
-        """Keys and values of each of them."""
         return next((block.kv for block in self.blocks if block.kv is not None), NO_KV)
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of weights, gradients and optimizer state."""
         return self.static.num_bytes
 
     @property

@@ -16,9 +16,8 @@ class Casts:
     Attributes:
         rows: multiple of rows that a rank's part of a tensor needs. Of recipes with blocks it is a block's length, as
             Transformer Engine asks where sequence-parallel ranks gather casts: in weight gradients blocks lie along tokens, and
-            with cuts at such multiples they are those of the whole sequence.
-        weight_bytes: of a weight by rows and by columns, which stay for an iteration. (By tensorwise scales on a Blackwell GPU
-            one copy serves both.)
+            with such cuts they are those of the whole sequence.
+        weight_bytes: of a weight by rows and by columns, which stay for an iteration. (On Blackwell one tensorwise copy does.)
         input_bytes: of a value of a linear layer's input from forward to backward, of which it keeps one of the two.
     """
 

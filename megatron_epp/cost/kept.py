@@ -19,11 +19,7 @@ FILE_NAME = "epp_learnt_costs.json"
 
 @dataclass(frozen=True, slots=True)
 class KeptCosts:
-    """Learnt costs of a pipeline.
-
-    Attributes:
-        learnt_with: what they were learnt on: model, parallel layout and machine, by name; values are numbers or text.
-    """
+    """Learnt costs of a pipeline, and by name the model, layout and machine that they were learnt on, as numbers or text."""
 
     costs: PipelineCosts
     learnt_with: Mapping[str, Any]

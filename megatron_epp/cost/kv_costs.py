@@ -1,11 +1,10 @@
 """Keys and values of sliced sequences, or their latents: time and memory of KV offload, and workspace of their gradients.
 
-With KV offload they are in host memory and streamed to attention in pieces. A *piece* is a group of heads of one layer. While
-attention runs on one piece, the next is loaded; in backward its gradient is loaded and stored too. Copies overlapped with
-attention cost no time; the excess over attention's time counts, and so do the load of a pass's first piece and the store of its
-last one, which overlap with nothing. The device holds keys and values of the running piece and of the next, and in backward
-also the gradient of one piece. Gradients that attention's backward makes before they are added to that are counted with the
-layer (`KVBytes.prefix_bytes`).
+With KV offload they are in host memory and streamed to attention in *pieces*, groups of heads of one layer. While attention
+runs on one piece, the next is loaded; in backward its gradient is loaded and stored too. Such copies cost only their excess
+over attention's time; the load of a pass's first piece and the store of its last overlap with nothing. The device holds keys
+and values of two pieces, and in backward the gradient of one. Gradients that attention's backward makes before they are added
+to that are counted with the layer (`KVBytes.prefix_bytes`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ class KVBytes:
     Attributes:
         bytes_per_token: of both, or of the latents.
         gradient_bytes_per_token: of their gradient while it is accumulated; None if it takes as much.
-        many_gradient_bytes_per_token: the same for sequences with more slices than `sizing.MOST_ROUNDED_SLICES`; None if it is
-            the same size.
+        many_gradient_bytes_per_token: for sequences with more slices than `sizing.MOST_ROUNDED_SLICES`; None for the same.
         heads: of keys and values that a rank has inside attention; 1 if unknown.
         queries_per_key: query heads that share one of them.
-        expanded_bytes_per_token: of the keys and values that attention makes of latents; 0 where it does not.
-        expanded_heads: number of heads for which it makes them on a rank.
+        expanded_bytes_per_token: of keys and values that attention makes of latents, in `expanded_heads` of a rank; else 0.
     """
 
     bytes_per_token: float
@@ -50,11 +47,10 @@ class KVBytes:
         return np.where(work.num_slices > MOST_ROUNDED_SLICES, many, few)
 
     def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
-        """Bytes of new gradients of a prefix's keys and values, before they are added to the sums. The gradients of the chunk's
-        own tokens are in `BlockCosts.working_bytes_per_token`.
+        """Bytes of new gradients of a prefix's keys and values, before they are added to the sums.
 
-        Every kernel is assumed to make them for each query head if key heads are shared, as all known kernels do, and in fp32,
-        as the one with the largest memory does.
+        Kernels are assumed to make them for each query head if key heads are shared, as all do, and in fp32, as the largest
+        does. Gradients of the chunk's own tokens are in `BlockCosts.working_bytes_per_token`.
         """
         head, seen = self.bytes_per_token / self.heads, work.prefix_tokens + work.tokens
         # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
@@ -78,7 +74,6 @@ class KVBytes:
         return self._expanded_bytes(seen) / 2 if self.expanded_heads else np.zeros(len(work.tokens))
 
     def _expanded_bytes(self, keys: IntColumn) -> TimeColumn:
-        """Bytes of a number of keys and values that are made of latents at one time, and of their gradients."""
         return transient_kv_gradient_bytes(keys, self.expanded_heads, self._head_bytes, 1)
 
     def _expands_at_once(self, keys: IntColumn) -> BoolColumn:
@@ -86,7 +81,6 @@ class KVBytes:
 
     @property
     def _head_bytes(self) -> float:
-        """Bytes of a made key and value of one head, and of their gradients."""
         return 2 * self.expanded_bytes_per_token / self.expanded_heads
 
 
@@ -95,11 +89,10 @@ NO_KV = KVBytes(bytes_per_token=0.0)
 
 @dataclass(frozen=True, slots=True)
 class KVOffloadCosts:
-    """Time and memory of KV offload on one stage, as columns with one entry per chunk; 0 for chunks without a slice.
+    """Time and memory of KV offload on one stage, as columns ``[chunk]``; 0 for chunks without a slice.
 
     Attributes:
-        forward_us, backward_us: time added to a pass.
-        again_us: time added to each layer that recomputes attention.
+        forward_us, backward_us, again_us: time added to a pass, and to each layer that recomputes attention.
         forward_bytes, backward_bytes: device memory while a pass runs, in place of the caches.
         cache_bytes, gradient_bytes: host memory of the whole sequence.
     """
@@ -125,12 +118,7 @@ def kv_offload_costs(
     copy_us: CopyTime,
     fragmentation_share: float,
 ) -> KVOffloadCosts:
-    """Compute the time and memory that KV offload takes on a stage.
-
-    Args:
-        passes: times of the forward and of the backward of a layer.
-        fragmentation_share: bytes lost between blocks of the device's allocator, as a share of bytes in use.
-    """
+    """Compute what KV offload takes on a stage, given the times of a layer's forward and backward."""
     parts = head_parts(cached.heads)
     kv, gradient, pieces = cached.bytes_per_token / parts, cached.gradient_per_token(work) / parts, layers * parts
     forward_us, backward_us = (line.per_pair_us for line in passes)

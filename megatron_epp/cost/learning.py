@@ -37,7 +37,6 @@ class Learner:
 
     @property
     def recorded(self) -> int:
-        """Number of iterations that were recorded."""
         return min(max(0, self.seen - WARM_UP), RECORDED)
 
     def add(
@@ -97,7 +96,6 @@ class Learner:
 
 
 def _of_shard(plan: Plan, chunk: int, time_us: float, output_share: OutputShare | None) -> Timed:
-    """Return a time with the tokens of the chunk that pass the output layer."""
     share = output_share(chunk) if output_share else 1.0
     return Timed(round(share * plan.padded_tokens(chunk)), 0, time_us)
 
@@ -110,12 +108,10 @@ def size_of(plan: Plan, chunk: int) -> tuple[int, int, int]:
 
 
 def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weights: bool = False) -> PipelineCosts:
-    """Fit costs to the measurements of all ranks.
+    """Fit costs to the measurements of all ranks, together where they share a stage or have the same vocabulary shard.
 
-    Args:
-        base: costs by formula, whose layers, messages and static bytes stay.
-        everyone: measurements of every rank; ranks that share a stage, or have the same vocabulary shard, count together.
-        keeps_weights: weight gradients that were never split keep their share of the backward; otherwise they are unknown.
+    Layers, messages and static bytes of `base` stay. With `keeps_weights`, weight gradients that were never split keep their
+    share of the backward; otherwise they are unknown.
     """
     times: dict[tuple[int, Op], list[Timed]] = {}
     sizes: dict[tuple[int, Op], list[tuple[int, int]]] = {}
@@ -153,7 +149,6 @@ def untold(base: PipelineCosts, ranks: Sequence[Learnt]) -> tuple[str, ...]:
 
 
 def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
-    """Fit the lines of a stage; each pass is shared between its blocks as by the earlier costs."""
     forwards = _with_all_tokens(stage, "forward", times[Op.F])
     factor = ratio_to(stage.line("forward"), forwards)
     modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.layers.recompute.items()}
@@ -179,13 +174,12 @@ def _with_all_tokens(stage: StageCosts, name: str, times: Sequence[Timed]) -> li
 
 
 def _again_us(stage: StageCosts, timed: Timed) -> float:
-    """Time that layers which recomputed took of a backward."""
     modes = ((count, stage.layers.mode(name)) for name, count in timed.recompute.by_mode())
     return sum(count * mode.again.time_us(*timed.size) for count, mode in modes if mode is not None)
 
 
 def _shared(stage: StageCosts, name: str, whole: LinearTime) -> tuple[LinearTime, LinearTime, LinearTime]:
-    """Share the line of a pass between the stage's blocks, every coefficient as by earlier costs; see `StageCosts.lines`."""
+    """Share the line of a pass between the stage's blocks, every coefficient as by earlier costs."""
     (layer, half, extra), num_layers = stage.lines(name), stage.num_layers
     shares = [
         (of_layers / (of_layers + rest) if of_layers + rest > 0 else 1.0) if num_layers else 0.0
@@ -217,10 +211,7 @@ def with_static(costs: PipelineCosts, static_of: Callable[[int, Static], Static]
 
 
 def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
-    """Share the bytes that a stage was measured to keep per token between its layers, besides its extras by formula.
-
-    A layer keeps its input at least, which is what it keeps if it recomputes in full.
-    """
+    """Share the bytes that a stage was measured to keep per token between its layers, which keep their inputs at least."""
     own, inner = stage.layers, sum(block.bytes_per_token for block in stage.inner)
     rest = stage.ends_bytes_per_token + inner
     of_layers = max(kept_per_token - rest, stage.num_layers * own.input_bytes_per_token) if stage.num_layers else 0.0
@@ -235,7 +226,7 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
 
 
 def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> VocabularyShards:
-    """Fit the times of vocabulary shards to the measurements of all ranks. What was not measured stays as by formula."""
+    """Fit the times of vocabulary shards to all ranks' measurements. What was not measured stays as by formula."""
     return replace(
         base,
         logits=_fitted_pass(base, Op.S, base.logits, everyone),
@@ -246,10 +237,7 @@ def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> Vocabu
 
 
 def _fitted_pass(shards: VocabularyShards, op: Op, earlier: LinearTime, everyone: Sequence[Learnt]) -> LinearTime:
-    """Fit the line of an operation for the whole vocabulary: a line for each rank's shard, of which the slowest counts.
-
-    A pass of a chunk ends with its slowest rank, since a collective of all ranks follows.
-    """
+    """Fit the line of an operation for the whole vocabulary: that of the slowest shard, for which a collective waits."""
     lines, tokens = [], []
     for rank in range(len(shards.shares)):
         times = [timed for learnt in everyone for timed in learnt.times.get((rank, op), ())]
@@ -260,11 +248,7 @@ def _fitted_pass(shards: VocabularyShards, op: Op, earlier: LinearTime, everyone
 
 
 def _collectives(op: Op, num_ranks: int, everyone: Sequence[Learnt]) -> list[Timed]:
-    """Return the time of every collective: the least of its pipeline's ranks.
-
-    The rank that enters last waits for no other, so its time is the collective's; the times of other ranks contain their waits.
-    Collectives that some rank has not measured are left out.
-    """
+    """Return the time of each collective that all ranks measured: the least, of the rank that waits for no other."""
     by_chunk: dict[tuple[int, int, int], list[Timed]] = {}
     for learnt in everyone:
         for (name, iteration, chunk), timed in learnt.collectives.items():
@@ -274,14 +258,7 @@ def _collectives(op: Op, num_ranks: int, everyone: Sequence[Learnt]) -> list[Tim
 
 
 class CostDeviation(NamedTuple):
-    """Ratio of learnt times to the earlier costs' times.
-
-    Attributes:
-        overall: over all stages.
-        least, largest: of a stage.
-        shards: of vocabulary shards; None without shards.
-        collectives: of their collectives; None without shards.
-    """
+    """Ratios of learnt times to the earlier costs': over all stages, of one at least and at most, and of vocabulary shards."""
 
     overall: float
     least: float
@@ -297,11 +274,7 @@ class CostDeviation(NamedTuple):
 
 
 def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int, int]]) -> CostDeviation:
-    """Compare the learnt time of chunks, forwards and backwards, with that by the earlier costs.
-
-    Args:
-        sizes: of each chunk (`size_of`).
-    """
+    """Compare the learnt time of chunks of these sizes (`size_of`), forwards and backwards, with that by the earlier costs."""
 
     def total_us(lines: Iterable[LinearTime]) -> float:
         return sum(line.time_us(*size) for line in lines for size in sizes)

@@ -36,12 +36,7 @@ class LineFit:
 
 
 def fit_line(points: Sequence[Point], pairs: bool = True) -> LineFit:
-    """Fit by least squares over relative errors, so that large points do not dominate; no coefficient is below zero.
-
-    Args:
-        points: at least one.
-        pairs: whether the time may depend on pairs.
-    """
+    """Fit by least squares over relative errors, so that large points do not dominate; no coefficient is below zero."""
     times = np.maximum([point.time_us for point in points], LEAST_US)
     columns = [np.ones(len(points)), [p.tokens for p in points], [p.pairs for p in points]][: 3 if pairs else 2]
     matrix = np.array(columns, dtype=float).T / times[:, None]

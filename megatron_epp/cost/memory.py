@@ -99,12 +99,7 @@ class Static:
 
     @staticmethod
     def of(parameters: float, state_bytes: float, weight_bytes: float = 2.0, gradient_bytes: float = 4.0) -> Static:
-        """Static bytes of a number of parameters.
-
-        Args:
-            state_bytes: total bytes per parameter.
-            weight_bytes, gradient_bytes: parts of these for weight and gradient; the rest is the optimizer's.
-        """
+        """Static bytes of a number of parameters. The optimizer has what weight and gradient leave of `state_bytes`."""
         ends = [min(state_bytes, weight_bytes), min(state_bytes, weight_bytes + gradient_bytes), state_bytes]
         weights, both, everything = (int(parameters * end) for end in ends)
         return Static(weights=weights, gradients=both - weights, optimizer=everything - both)
@@ -114,10 +109,6 @@ NO_STATIC = Static()
 
 
 def room_bytes(free_bytes: int, reserved_bytes: int) -> int:
-    """Bytes that a rank may hold at most on a device after set-up.
-
-    Args:
-        reserved_bytes: memory reserved by torch's allocator, in use or not.
-    """
+    """Bytes that a rank may hold at most on a device after set-up, where torch's allocator has reserved some, in use or not."""
     room = free_bytes + reserved_bytes - SETUP_MARGIN_BYTES
     return max(0, room // _CAP_STEP_BYTES * _CAP_STEP_BYTES)

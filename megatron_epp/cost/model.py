@@ -2,7 +2,6 @@
 
 The form is InfiniPipe's (section III): attention costs per pair, everything else per token, and every pass has a fixed part.
 Besides, no pass takes less than the host needs to launch it (`work.LinearTime`).
-Coefficients come from `analytic_costs` or from measurement; either way they are these dataclasses.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FORMAT = FileFormat("cost profile", "megatron-epp/costs", 2, CODEC)
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """Costs of every stage and of the messages between them.
+    """Costs of every stage, first to last, and of the messages between them.
 
     Methods take the number of a `stage`, the `work` of chunks, and where it matters their `recompute` or a layer's recompute
     mode (`mode`; empty for none), or the number of one of unlike layers (`layer`; None for their mean). They return times in
@@ -47,17 +46,13 @@ class PipelineCosts:
 
     Attributes:
         name: of the profile; the plan records it.
-        stages: one entry per stage, first to last.
         hidden_bytes_per_token: bytes that a message carries per padded token.
         message_bytes_per_token: device memory of a message per padded token; 0 if messages in flight are not counted.
-        message_latency_us: fixed time of a message.
-        message_us_per_byte: time per byte.
-        host_latency_us: fixed time of a copy between device and host, either way.
-        host_us_per_byte: time per byte; infinite if nothing can be offloaded.
+        message_latency_us, host_latency_us: fixed time of a message, and of a copy between device and host, either way.
+        host_us_per_byte: infinite if nothing can be offloaded.
         host_turns: consecutive pipeline ranks that share a link to the host and take turns on it (`hardware.divide`).
         offloadable_share: largest share of a chunk's activation bytes that may be offloaded.
-        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks. Included in every
-            size except `static`.
+        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks.
         vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
         context_exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up
             to all of them, in a forward, and again in a backward; empty if unknown.
@@ -126,10 +121,7 @@ class PipelineCosts:
         return tuple(name for name in MODES if all(stage.layers.mode(name) is not None for stage in self.stages))
 
     def forward_line(self, stage: int, trained_share: float = 1.0) -> LinearTime:
-        """Time of the forward as a line in tokens and pairs, by which chunks are balanced.
-
-        `trained_share` is the share of trained tokens, which alone pass the last stage's output layer.
-        """
+        """Time of the forward as a line, to balance chunks by. Only trained tokens pass the last stage's output layer."""
         return self.stages[stage].line("forward") + self._not_trained(stage, "forward").scaled(trained_share - 1)
 
     def backward_line(self, stage: int, trained_share: float = 1.0) -> LinearTime:
@@ -163,7 +155,6 @@ class PipelineCosts:
         return np.asarray(np.minimum.reduce(times_us), dtype=np.float64)
 
     def _time_us(self, stage: int, name: str, work: ChunkWork) -> TimeColumn:
-        """Time of a pass, less the time of its ends for tokens that do not pass the output layer of the last stage."""
         whole = self.stages[stage].line(name)
         device_us: TimeColumn = whole.device_us(work.tokens, work.pairs, work.prefix_tokens)
         if work.trained is not None:
@@ -173,17 +164,11 @@ class PipelineCosts:
         return np.asarray(whole.launched(device_us))
 
     def _not_trained(self, stage: int, name: str) -> LinearTime:
-        """Time that a token that is not trained does not take: what the last stage does besides its layers."""
         is_last = stage == len(self.stages) - 1
         return LinearTime(0.0, self.stages[stage].line_of_ends(name).per_token_us) if is_last else NO_TIME
 
     def vocabulary_rows(self, op: Op, sites: Sequence[int], work: ChunkWork) -> OperationRows | None:
-        """Times and bytes of an operation on vocabulary shards; None if there are none.
-
-        Args:
-            op: of `plan.vocabulary_operations`.
-            sites: the rank of each of its sites.
-        """
+        """Times and bytes of an operation on vocabulary shards, with the rank of each of its sites; None without shards."""
         return None if self.vocabulary is None else self.vocabulary.rows(op, len(sites), work, self.fragmentation_share)
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
@@ -232,16 +217,12 @@ class PipelineCosts:
         return self._whole_bytes(self.stages[stage].layers.weight_bytes_per_token * work.tokens)
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes of keys and values, in all layers, of the whole sequence that a chunk holds a slice of, in buffers rounded up
-        by `size_classes`.
-        """
+        """Bytes of keys and values, in all layers, of the sequence that a chunk has a slice of, rounded by `size_classes`."""
         costs = self.stages[stage]
         return self._whole_bytes(costs.num_caches * costs.kv.bytes_per_token * size_classes(work.cache_tokens))
 
     def opened_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
-        """Bytes of keys and values that a chunk's forward makes room for, and bytes of their gradient, which its backward frees
-        with them.
-        """
+        """Bytes of keys and values that a chunk's forward makes room for, and of their gradient; its backward frees both."""
         first = self.cache_bytes(stage, work) * work.first, self.gradient_bytes(stage, work) * work.first
         begun = (0 * first[0],) * 2 if work.begun is None else self.opened_bytes(stage, work.begun)
         return first[0] + begun[0], first[1] + begun[1]
@@ -249,9 +230,8 @@ class PipelineCosts:
     def kv_offload_costs(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> KVOffloadCosts:
         """Time and memory of KV offload of slices.
 
-        Args:
-            sharing: factor by which the link is slower because its rank also uses it for other copies. Other ranks that share
-                the link stream slices of the same sequence at the same times.
+        The link is slower by the factor `sharing`, since its rank also uses it for other copies. Other ranks that share it
+        stream slices of the same sequence at the same times.
         """
 
         def copy_us(per_token: float | TimeColumn, tokens: IntColumn) -> TimeColumn:
@@ -262,9 +242,7 @@ class PipelineCosts:
         return kv_offload_costs(own.kv, own.num_caches, passes, work, copy_us, self.fragmentation_share)
 
     def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes of the gradient of that sequence's keys and values, in all layers and for its whole length. It is allocated
-        layer by layer in the backward of the last slice.
-        """
+        """Bytes of the gradient of these keys and values, allocated layer by layer in the backward of the last slice."""
         own = self.stages[stage]
         return self._whole_bytes(own.num_caches * (own.kv.gradient_per_token(work) * work.cache_tokens))
 
@@ -276,9 +254,9 @@ class PipelineCosts:
     def layer_peak_bytes(
         self, stage: int, work: ChunkWork, mode: str = "", layer: int | None = None, *, split: bool = False
     ) -> LayerPeak:
-        """Peak bytes of one layer while its backward runs: either at its beginning, with all activations of the forward or of
-        recompute, or after its attention has made the gradient of keys and values (of the whole sequence, with the last slice)
-        and the activations after attention have been freed. A `split` backward keeps what the weight gradient needs.
+        """Peak bytes of one layer while its backward runs: at its beginning, with all activations, or after its attention has
+        made the gradient of keys and values (of the whole sequence, with the last slice) and the activations behind attention
+        have been freed. A `split` backward keeps what the weight gradient needs.
         """
         return LayerPeak(*map(self._whole_bytes, self._layer(stage, layer).peak_bytes(work, mode, split)))
 
@@ -294,9 +272,7 @@ class PipelineCosts:
         return own.layers if layer is None else own.unlike[layer]
 
     def num_cached_inner(self, stage: int) -> int:
-        """Number of attentions of the stage besides its layers, whose keys and values it caches: at its end, or of multi-token
-        prediction.
-        """
+        """Number of the stage's attentions with a cache besides its layers: at its end, or of multi-token prediction."""
         return sum(block.count for block in self.stages[stage].inner if block.kv is not None)
 
     def half_layer_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
@@ -352,14 +328,11 @@ class PipelineCosts:
         return self._whole_bytes((of_layer + own.ends_bytes_per_token) * work.tokens + more)
 
     def static_items(self, stage: int) -> dict[str, int]:
-        """Bytes held throughout, by item. The workspace is counted as static too, because a pass of the last stage peaks while
-        it computes the loss.
-        """
+        """Bytes held throughout, by item, with the workspace: a pass of the last stage peaks while it computes the loss."""
         own = self.stages[stage]
         return own.static.items() | {LOSS_BLOCK: own.workspace_bytes}
 
     def static_bytes(self, stage: int) -> int:
-        """The sum of `static_items`."""
         return sum(self.static_items(stage).values())
 
     def pass_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
@@ -368,7 +341,6 @@ class PipelineCosts:
         return {WORKING: self._whole_bytes(np.maximum.reduce([0.0 * work.tokens, *most]))}
 
     def exchange_bytes(self, work: ChunkWork) -> IntColumn:
-        """Bytes of the buffer that experts need to exchange a chunk."""
         return self._whole_bytes(self.exchange_bytes_per_token * work.tokens)
 
     def message_bytes(self, work: ChunkWork) -> IntColumn:
@@ -389,7 +361,7 @@ class PipelineCosts:
         return np.ceil(amount * (1.0 + self.fragmentation_share)).astype(np.int64)
 
     def _freed_bytes(self, amount: TimeColumn) -> IntColumn:
-        """Return whole bytes as `_whole_bytes`, but rounded down, since no more than was kept may be freed."""
+        """Return whole bytes rounded down, since no more than was kept may be freed."""
         return -self._whole_bytes(-amount)
 
     def to_json(self) -> str:
@@ -403,7 +375,7 @@ class PipelineCosts:
 
 
 def _known_mode(stage: int, layer: BlockCosts, name: str) -> tuple[ModeCosts | None, bool]:
-    """Return the costs of a mode, none for a layer that keeps everything, and whether it keeps keys and values."""
+    """Return a mode's costs, None for a layer that keeps everything, and whether it keeps keys and values."""
     if not name:
         return None, True
     if (mode := layer.mode(name)) is None:

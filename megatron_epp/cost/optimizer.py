@@ -1,8 +1,7 @@
 """Bytes of weights, gradients and optimizer states, as Megatron's flags say, and the ranks that share them.
 
-The only statement of bytes per parameter: training, the search for layouts and all commands count by it. Checked on CPU against
-the tensors of Megatron's optimizers after a step; what Transformer Engine's optimizer does on GPUs follows its source (2.1 and
-later).
+The only statement of bytes per parameter. Checked on CPU against the tensors of Megatron's optimizers after a step; what
+Transformer Engine's optimizer does on GPUs follows its source (2.1 and later).
 """
 
 from __future__ import annotations
@@ -33,14 +32,9 @@ type Sharing = Literal["elements", "matrices", "parameters", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Numbers of parameters that a rank holds of a stage.
-
-    Attributes:
-        matrices: in matrices of layers, experts left out.
-        experts: in matrices of experts.
-        others: in the embedding, the output layer and vectors, which Muon leaves to Adam.
-        largest: in the largest matrix of a layer or an expert.
-        largest_other: in the largest of `others`.
+    """Numbers of parameters of a stage on a rank: in matrices of layers, in those of experts, and in `others`, which Muon
+    leaves to Adam: the embedding, the output layer and vectors. `largest` is of one matrix, `largest_other` of one of the
+    others.
     """
 
     matrices: float = 0.0
@@ -86,15 +80,11 @@ class OptimizerBytes:
 
     @staticmethod
     def of_flags(flags: Mapping[str, Any], weight_bytes: float | None = None) -> OptimizerBytes:
-        """Return the bytes that follow from Megatron's flags.
+        """Return the bytes that follow from Megatron's flags, by default with the distributed optimizer.
 
-        Args:
-            flags: names with underscores, types by the names of `DTYPE_BYTES`. Flags that are absent or None have Megatron's
-                defaults, except that the distributed optimizer is used. ``epp_trained_share`` is `trained_share`.
-            weight_bytes: of a weight; by default as ``bf16`` and ``fp16`` say.
-
-        Raises:
-            EppError: Megatron would refuse the flags of the optimizer together, or their bytes are unknown.
+        Flags' names have underscores, types are named as in `DTYPE_BYTES`, and ``epp_trained_share`` is `trained_share`. A
+        weight has `weight_bytes`, by default as ``bf16`` and ``fp16`` say. Raises `EppError` for flags that Megatron refuses
+        together, or whose bytes are unknown.
         """
         settings = {name: value for name, value in flags.items() if value is not None}
         is_half = bool(settings.get("bf16") or settings.get("fp16"))
@@ -124,11 +114,7 @@ class OptimizerBytes:
         )
 
     def static(self, parameters: Parameters, trained: Parameters | None = None) -> Static:
-        """Return what a rank holds throughout; of shared matrices and parameters, the most that one of the ranks has.
-
-        Args:
-            trained: those of them that train; by default `trained_share` of each kind.
-        """
+        """Return what a rank holds throughout, of shared states the most. By default `trained_share` of each kind trains."""
         trained = parameters.share(self.trained_share) if trained is None else trained
         matrices = self._most(trained.matrices, self.holders, trained.largest, ("matrices", "parameters"))
         experts = self._most(trained.experts, self.expert_holders, trained.largest, ("matrices", "parameters"))
@@ -140,9 +126,8 @@ class OptimizerBytes:
         )
 
     def _most(self, count: float, holders: int, largest: float, whole: tuple[Sharing, ...]) -> float:
-        """Return how many of `count` parameters a rank has states for: where they are shared `whole`, at most.
-
-        A rank that gets the next of them has the fewest so far, so its part exceeds an equal one by less than the largest.
+        """Return how many of `count` parameters a rank has states for: where they are shared `whole`, at most. A rank that gets
+        the next of them has the fewest so far, so its part exceeds an equal one by less than the largest.
         """
         if self.sharing == "none":
             return count
@@ -159,7 +144,6 @@ def _types(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check(settings: Mapping[str, Any], kind: Any, is_precise: bool, types: Mapping[str, str]) -> None:
-    """Raise `EppError` for flags of the optimizer that Megatron refuses together, and for an unknown optimizer."""
     if kind not in KINDS:
         raise EppError(f"bytes of {flag_of('optimizer')} {brief(kind)} are not known: give one of {', '.join(KINDS)}")
     if is_precise and kind != "adam":
@@ -175,7 +159,6 @@ def _check(settings: Mapping[str, Any], kind: Any, is_precise: bool, types: Mapp
 
 
 def _adam_bytes(settings: Mapping[str, Any], weight: float, is_precise: bool, types: Mapping[str, str]) -> float:
-    """Return the bytes of Adam's states and of its copy of a weight, on the device."""
     copy, moments = (_FP32_BYTES if weight < _FP32_BYTES else 0), 2 * _FP32_BYTES
     if settings.get("optimizer_cpu_offload"):  # whose optimizers have states in fp32, whatever types are given
         return float((copy + moments) * (1 - settings.get("optimizer_offload_fraction", 1.0)))

@@ -22,11 +22,8 @@ PASS_US = 50.0
 def loss_block_tokens(setting: str | int, vocabulary: int, longest: int) -> int:
     """Tokens of a block of the loss; 0 if the logits of a whole chunk are computed at once.
 
-    A block recomputes its logits in backward, which is one more product with the output layer's weight. So ``auto`` uses blocks
-    only if the fp32 logits of the longest sequence would take more than the bytes of two blocks.
-
-    Args:
-        longest: tokens of the longest sequence on a rank; 0 if unknown.
+    A block's backward recomputes its logits, one more product with the output layer's weight. So ``auto`` uses blocks only if
+    the fp32 logits of the `longest` sequence on a rank (0 if unknown) would take more than the bytes of two blocks.
     """
     if setting != AUTO:
         return int(setting)
@@ -53,9 +50,9 @@ def loss_workspace_bytes(
 
     Args:
         block_tokens: tokens of a block; 0 for no blocks, which takes no memory.
-        fused_accumulation: blocks accumulate into the weight's main gradient directly; only a placeholder tensor is allocated.
-        in_place: a kernel overwrites logits, stored in the type of the values, with their gradient; then there is a second copy
-            of a block's input, scaled by the weights of its tokens.
+        fused_accumulation: blocks accumulate into the weight's main gradient; only a placeholder tensor is allocated.
+        in_place: a kernel overwrites logits, in the type of the values, with their gradient; then there is a second copy of a
+            block's input, scaled by the weights of its tokens.
         has_entropy: the loss reads entropies, for which every logit has one more factor in fp32.
     """
     if block_tokens == 0:
@@ -94,10 +91,9 @@ class VocabularyShards(ShardBytes):
 
     Attributes:
         shares: of the vocabulary, one per rank; their sum is 1.
-        logits: time of the logits, their softmax and their part of the input's gradient, for the whole vocabulary (`S`).
-        gradient: time of the weight gradient, for the whole vocabulary (`T`).
-        spread: time of the broadcast of a chunk's tokens to all ranks.
-        gather: time of the reductions over all ranks.
+        logits: for the whole vocabulary (`S`): the logits, their softmax and their part of the input's gradient.
+        gradient: of the weight, for the whole vocabulary (`T`).
+        spread, gather: the broadcast of a chunk's tokens to all ranks, and the reductions over all ranks.
     """
 
     shares: tuple[float, ...]
@@ -107,10 +103,7 @@ class VocabularyShards(ShardBytes):
     gather: LinearTime = LinearTime()  # noqa: RUF009 - frozen
 
     def of_shard(self, whole: LinearTime, rank: int) -> LinearTime:
-        """Return the time of a rank's pass, given the time of the whole vocabulary without `PASS_US`.
-
-        Every shard launches as many kernels as the whole vocabulary.
-        """
+        """Return a rank's time, given that of the whole vocabulary without `PASS_US`: every shard launches as many kernels."""
         return replace(LinearTime(PASS_US) + whole.scaled(self.shares[rank]), launch_us=whole.launch_us)
 
     def of_whole(self, own: LinearTime, rank: int) -> LinearTime:
@@ -118,17 +111,7 @@ class VocabularyShards(ShardBytes):
         return replace(own.without(LinearTime(PASS_US)).scaled(1.0 / self.shares[rank]), launch_us=own.launch_us)
 
     def rows(self, op: Op, num_sites: int, work: ChunkWork, fragmentation: float = 0.0) -> OperationRows:
-        """Times and bytes of an operation (`plan.vocabulary_operations`).
-
-        Args:
-            op: `S`, `N` or `T`.
-            num_sites: of the operation: ranks for `S` and `T`.
-            work: of the chunks; only trained tokens pass the output layer.
-            fragmentation: share of bytes that an allocator loses.
-
-        Raises:
-            EppError: the costs are of another number of ranks.
-        """
+        """Times and bytes of `S`, `N` or `T` for trained tokens. Raises `EppError` for another number of ranks."""
         tokens = np.asarray(work.tokens if work.trained is None else work.trained, dtype=np.float64)
         nothing = np.zeros(len(tokens), dtype=np.int64)
         if op is Op.N:

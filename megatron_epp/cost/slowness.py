@@ -11,8 +11,7 @@ from megatron_epp.plan.operations import of_stages, operation
 
 SLOWER = 1.25
 """Ratio of measured to planned time of a stage above which it counts as slow. Sums over an iteration's actions scatter by some
-per cent and fitted lines miss single sizes by as much, while a device that throttles or shares its host loses a quarter or
-more."""
+per cent and fitted lines miss single sizes by as much, while a device that throttles or shares its host loses a quarter."""
 ITERATIONS = 10
 """Consecutive slow iterations after which a stage is named; ranks exchange what they found as often."""
 
@@ -24,11 +23,7 @@ class SlowStages:
     _ratios: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, plan: Plan, rank: int, took_us: Iterable[tuple[Action, float]]) -> None:
-        """Add an iteration. Actions that run in one step with others are left out: they take turns, so each lasts longer.
-
-        Args:
-            took_us: measured time of every action of the rank; actions that do not compute for a stage are left out.
-        """
+        """Add a rank's measured times, but for actions of no stage, and those in one step, which take turns and last longer."""
         planned_us: dict[int, float] = {}
         alone = [step for step in plan.ranks[rank] if not step.also and _is_of_stage(step.action)]
         for step in alone:
@@ -48,7 +43,6 @@ class SlowStages:
 
 
 def _is_of_stage(action: Action) -> bool:
-    """True for an action of a stage. The number of others, of vocabulary shards, is of a rank."""
     return operation(action.op).sites is of_stages
 
 

@@ -17,11 +17,10 @@ from megatron_epp.plan import NO_RECOMPUTE, Op, Recompute
 _DETERMINED = 0.1
 """Least spread of a combination of coefficients over the measured passes, as a share of their time, for it to be fitted.
 
-A combination below it stays as by the earlier line. Passes of equal time, as slices are cut, cannot tell a time per token from
-one per pair, and passes of nearly equal size tell nothing but how fast the machine is. In 200 random cases with times that
-are 10 % off, predictions for other cuts are wrong by 4 %, the worst of each by 10 %; with 0.03 by 6 % and 16 %, and with a line
-fitted freely by 8 % and 26 %. From 0.1 to 0.25 they are the same.
-"""
+Others stay as by the earlier line. Passes of equal time, as slices are cut, cannot tell a time per token from one per pair, and
+passes of nearly equal size tell nothing but how fast the machine is. In 200 random cases with times that are 10 % off,
+predictions for other cuts are wrong by 4 %, the worst of each by 10 %; with 0.03 by 6 % and 16 %, and with a line fitted freely
+by 8 % and 26 %. From 0.1 to 0.25 they are the same."""
 
 _LEAST_UNIT = 0.25
 """Share of the time in which a coefficient is measured that is about zero by the earlier line. With 0.1 it stays
@@ -47,7 +46,6 @@ class Timed(NamedTuple):
     Attributes:
         tokens: of its chunk, padded; for vocabulary shards and their collectives, tokens that pass the output layer.
         pairs: causal query-key pairs of its chunk; 0 where the time does not depend on them.
-        time_us: measured.
         recompute: layers that recomputed in it.
         output_share: share of the tokens that passed the output layer and the loss, where the stage has them.
         reads: tokens ahead of its slice.
@@ -73,11 +71,10 @@ class Learnt:
     Attributes:
         times: of forwards, backwards (with the weight gradient, also where that is split) and split weight gradients by stage;
             of the passes of vocabulary shards (S, T) by pipeline rank.
-        sizes: tokens and bytes kept by stage, from forward to backward (F) and from backward to weight gradient (W); empty
-            where memory is not measured.
-        peak_bytes: most bytes allocated in the recorded iterations; 0 where memory is not measured.
+        sizes: tokens and bytes kept by stage, from forward to backward (F) and from backward to weight gradient (W).
+        peak_bytes: most bytes allocated in the recorded iterations; 0, like no `sizes`, where memory is not measured.
         offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
-        pipeline: any number that the ranks of a pipeline have in common, and no others.
+        pipeline: a number that the ranks of a pipeline have in common, and no others.
         collectives: of vocabulary shards, from this rank's entry to its end, by operation, iteration and chunk.
     """
 
@@ -94,10 +91,6 @@ def fitted_line(earlier: LinearTime, times: Sequence[Timed], pairs: bool = True)
 
     The time of launching stays, unless a pass took less. Equal sizes count by their median. Times far above the line are left
     out, and it is fitted to the others again.
-
-    Args:
-        times: as measured; if there are none, the earlier line stays.
-        pairs: whether the time may depend on pairs.
     """
     least_us = min((timed.time_us for timed in times), default=earlier.launch_us)
     return replace(_device_line(earlier, times, pairs), launch_us=min(earlier.launch_us, least_us))
@@ -116,7 +109,6 @@ def undetermined(earlier: LinearTime, times: Sequence[Timed]) -> tuple[str, ...]
 
 
 def _device_line(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> LinearTime:
-    """Fit a line whatever the time of launching; arguments as in `fitted_line`."""
     points = _points(earlier, times, pairs)
     if not points:
         return earlier
@@ -132,8 +124,7 @@ def _device_line(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> Li
 def _points(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> list[Point]:
     """Return the median time of each size.
 
-    Slices of equal length read as their pairs grow, so times do not tell reads from pairs: a read counts as so many pairs as by
-    the earlier line.
+    Slices of equal length read more as their pairs grow, so a read counts as so many pairs as by the earlier line.
     """
     by_size: dict[tuple[int, float], list[float]] = {}
     for timed in times:
@@ -151,9 +142,8 @@ def _columns(line: LinearTime, pairs: bool) -> Coefficients:
 
 
 def _shares(line: Coefficients, points: Sequence[Point], free: Sequence[int]) -> tuple[Coefficients, Coefficients]:
-    """Return what units of the free coefficients contribute to each pass, as shares of its time by the line; and the units.
-
-    The unit of a coefficient is its own value, or where that is less, what is `_LEAST_UNIT` of the time on average.
+    """Return what units of the free coefficients contribute to each pass, as shares of its time by the line; and the units: the
+    coefficients themselves, or where that is more, what makes `_LEAST_UNIT` of the time on average.
     """
     sizes = np.array([(1.0, point.tokens, point.pairs) for point in points])
     per_time = sizes[:, free] / (sizes @ line)[:, None]
@@ -162,17 +152,13 @@ def _shares(line: Coefficients, points: Sequence[Point], free: Sequence[int]) ->
 
 
 def _determined(shares: Coefficients) -> tuple[Coefficients, Coefficients]:
-    """Return the combinations of coefficients, one a row, whose contributions vary enough over passes; and how they vary."""
     varied, spreads, directions = np.linalg.svd(shares - shares.mean(axis=0), full_matrices=False)
     is_determined = spreads >= _DETERMINED * np.sqrt(len(shares))
     return directions[is_determined], (varied / np.where(spreads > 0, spreads, 1.0))[:, is_determined]
 
 
 def _near(earlier: Coefficients, points: Sequence[Point], pairs: bool) -> Coefficients:
-    """Fit a line to points that differs from an earlier one in its scale and in what the points determine.
-
-    Its coefficients are the earlier ones times a common factor, plus the combinations that vary enough; none is below zero.
-    """
+    """Fit a line to points: the earlier one, scaled, and changed by the combinations that vary enough. None is below zero."""
     free = [0, 1, 2] if pairs else [0, 1]
     times_us = np.array([point.time_us for point in points])
     while (line := np.where(np.isin(range(3), free), earlier, 0.0)).any():

@@ -20,9 +20,7 @@ TimeColumn = NDArray[np.floating[Any]]
 
 
 def causal_pairs(start: int, end: int) -> int:
-    """Number of query-key pairs of tokens ``[start, end)``, which attend to every earlier token of their sequence and
-    themselves.
-    """
+    """Number of query-key pairs of tokens ``[start, end)``, which attend to all tokens of their sequence up to themselves."""
     return (end * (end + 1) - start * (start + 1)) // 2
 
 
@@ -32,11 +30,7 @@ def span_work(spans: Spans, start: int, end: int) -> float:
 
 
 def trained_tokens(parts: TrainedParts, length: int, start: int, end: int) -> float:
-    """Number of trained tokens among ``[start, end)`` of a sequence, if they are spread evenly over each of its parts.
-
-    Args:
-        parts: of the sequence, at least one.
-    """
+    """Number of trained tokens among ``[start, end)`` of a sequence, if they are spread evenly over each of its `parts`."""
 
     def before(token: int) -> float:
         whole, rest = divmod(token * len(parts), length)
@@ -56,10 +50,9 @@ class LinearTime:
     """Time of one pass: ``max(launch_us, fixed_us + per_token_us * tokens + per_pair_us * pairs + per_read_us * reads)``.
 
     Attributes:
-        fixed_us, per_token_us, per_pair_us: of the device.
         launch_us: time in which the host launches the pass's kernels, which the device cannot be ahead of; 0 where the host is
             the device, or where it is unknown.
-        per_read_us: of the device for a token ahead of a slice, of which attention makes keys and values (latents).
+        per_read_us: for a token ahead of a slice, of which attention makes keys and values (latents).
     """
 
     fixed_us: float = 0.0
@@ -73,11 +66,7 @@ class LinearTime:
     @overload
     def time_us(self, tokens: IntColumn, pairs: IntColumn, reads: IntColumn | int = 0) -> TimeColumn: ...
     def time_us(self, tokens: Any, pairs: Any, reads: Any = 0) -> Any:
-        """Time in microseconds.
-
-        Args:
-            reads: tokens ahead of a slice, of the same shape; of whole sequences there are none.
-        """
+        """Time in microseconds; of a slice, `reads` are the tokens ahead of it, of the same shape."""
         return self.launched(self.device_us(tokens, pairs, reads))
 
     def device_us(self, tokens: Any, pairs: Any, reads: Any = 0) -> Any:
@@ -85,10 +74,7 @@ class LinearTime:
         return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs + self.per_read_us * reads
 
     def launched(self, device_us: Any) -> Any:
-        """Time of a pass whose kernels take `device_us` (a number or a column), at least the time of launching them.
-
-        Every time of a pass comes from here.
-        """
+        """Time of a pass whose kernels take `device_us`, a number or a column, and at least as long as launching them."""
         if not self.launch_us:
             return device_us
         return np.maximum(device_us, self.launch_us) if isinstance(device_us, np.ndarray) else max(device_us, self.launch_us)
@@ -117,13 +103,9 @@ NO_TIME = LinearTime()
 
 @dataclass(frozen=True, slots=True)
 class ModeCosts:
-    """A layer in a recompute mode.
+    """A layer in a recompute mode: time to recompute, and bytes kept for backward, K and V included if it keeps them.
 
-    Attributes:
-        again: time of the recomputed part.
-        bytes_per_token: kept from forward to backward, K and V included if the mode keeps them.
-        full_bytes_per_token: peak during its backward, K and V included; None if it equals the peak of a layer that
-            keeps everything.
+    `full_bytes_per_token` is the peak during its backward; None if it equals that of a layer that keeps everything.
     """
 
     again: LinearTime
@@ -139,12 +121,11 @@ class ChunkWork:
         tokens: after padding.
         pairs: causal query-key pairs; padding attends to nothing.
         sliced: the chunk holds a slice of a longer sequence (split and hybrid chunks).
-        first: it holds the first slice, whose forward allocates the sequence's keys and values.
-        last: it holds the last slice, whose backward allocates their gradient.
-        prefix_tokens: of that sequence, ahead of the slice.
-        cache_tokens: tokens of that sequence's key and value cache: all padded tokens of its chunks, including the short
-            sequences in the same chunk as the last slice. Zero without a slice, or if the cache is offloaded.
-        num_slices: of that sequence; zero without a slice.
+        first, last: it holds the first slice, whose forward allocates the sequence's keys and values, or the last, whose
+            backward allocates their gradient.
+        prefix_tokens: of that sequence, ahead of the slice; `num_slices` likewise. Both are zero without a slice.
+        cache_tokens: of its key and value cache: all padded tokens of its chunks, including the short sequences in the same
+            chunk as the last slice. Zero without a slice, or if the cache is offloaded.
         begun: `first`, `cache_tokens` and `num_slices` of a sequence that begins behind the slice's and goes on, whose keys and
             values are copied to a cache of their own; None without any.
         trained: tokens that count in the loss, which alone pass the output layer; None for all.
@@ -173,9 +154,8 @@ class ChunkWork:
 class LayerPeak(NamedTuple):
     """Peak memory of a layer while its backward runs, as columns over chunks.
 
-    Attributes:
-        gradient: the part for accumulated gradients of keys and values, which remain allocated.
-        prefix: the part for that gradient as attention's backward makes it, see `kv_costs.prefix_bytes`.
+    Of this, `gradient` is for accumulated gradients of keys and values, which remain allocated, and `prefix` for that gradient
+    as attention's backward makes it (`kv_costs.prefix_bytes`).
     """
 
     num_bytes: IntColumn
@@ -190,16 +170,7 @@ def work_of(
     trained: Sequence[TrainedParts] = (),
     spans: Sequence[Spans] = (),
 ) -> ChunkWork:
-    """Derive the work of every chunk.
-
-    Args:
-        lengths: tokens of every sequence of the batch.
-        trained: trained tokens of every sequence; empty if all tokens are trained.
-        spans: of every sequence; empty if there are none.
-
-    Returns:
-        columns with one entry per chunk.
-    """
+    """Derive the work of every chunk. Without `trained` all tokens are trained, and without `spans` there are none."""
     tokens = [chunk.padded_tokens(token_multiple) for chunk in chunks]
     pairs = [sum(causal_pairs(start, end) for _, start, end in chunk.segments) for chunk in chunks]
     slices, begun = ([getattr(chunk, name)(lengths) for chunk in chunks] for name in ("slice_of", "begun_of"))
@@ -243,7 +214,6 @@ def joined_work(works: Sequence[ChunkWork]) -> ChunkWork:
 
 
 def span_work_of(chunk: Chunk, spans: Sequence[Spans]) -> float:
-    """Work of the spans that a chunk holds."""
     return sum(span_work(spans[at], start, end) for at, start, end in chunk.segments)
 
 

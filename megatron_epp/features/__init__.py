@@ -1,7 +1,6 @@
 """Features: what a run can do besides slices. The core knows the protocols here and the table, and imports no feature.
 
-A feature has its code in a folder and its row in `FEATURES`. A rank imports the functions that the row names if the run wants
-the feature.
+A rank imports the functions that a feature's row in `FEATURES` names if the run wants it.
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ class RunFeature:
     ) -> AbstractContextManager[Mapping[Op, Any]]:
         """Return a context around an iteration's actions, with the handlers of the feature's own operations.
 
-        Args:
-            inputs: of a chunk, as stages get them; None if chunks are a caller's microbatches.
-            reduction: of the rank's gradients (`mcore.iteration.reduction.Reduction`).
+        `inputs` are a chunk's, as stages get them; None if chunks are a caller's microbatches. `reduction` is of gradients.
         """
         return nullcontext({})
 
@@ -83,7 +80,7 @@ class Feature:
         gain: a figure with its command or page, or the models that need the feature.
         wanted: reads what a user asked for, and imports nothing.
         adopt: from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it.
-        ends: from a run, its model chunks and `mcore.model.stage.StageEnds`; changes how the first and the last stage are made.
+        ends: from a run, its model chunks and `mcore.model.stage.StageEnds`; changes how first and last stage are made.
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
     """
 

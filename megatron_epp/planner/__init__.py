@@ -93,12 +93,8 @@ def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -
 
 
 def _planner(name: str) -> Planner:
-    """Return the planner of a name in `PLANNERS`, or import ``module:function``.
-
-    An imported planner works in every process that finds the module.
-
-    Raises:
-        PlanError: there is no such planner, its module cannot be imported, or it is not callable.
+    """Return the planner of a name in `PLANNERS`, or import ``module:function``, which works in every process that finds it.
+    Raises `PlanError` if there is no such planner, its module cannot be imported, or it is not callable.
     """
     if name in PLANNERS:
         return PLANNERS[name]

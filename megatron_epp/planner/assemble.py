@@ -30,12 +30,8 @@ from megatron_epp.planner.tables import Tables
 def build_plan(problem: Problem, costs: Costs, options: Options, decisions: Decisions, tables: Tables | None = None) -> Plan:
     """Turn decisions into a plan with the simulator's predictions.
 
-    Args:
-        tables: of the chunks, where something else than the costs alone decides times.
-
-    Raises:
-        MessageRoomError: it fits its caps but for its messages in flight.
-        PlanError: no plan can be written from the decisions, or it does not pass `check`. The message is the report.
+    `tables` are those of the chunks, where something else than the costs alone decides times. Raises `MessageRoomError` if it
+    fits its caps but for its messages in flight, and `PlanError`, with the report, if it cannot be written or fails `check`.
     """
     if not isinstance(decisions, Decisions):
         raise PlanError(f"planner {options.planner!r} returned a {type(decisions).__name__}, not Decisions")
@@ -96,12 +92,7 @@ def written(problem: Problem, costs: Costs, options: Options, decisions: Decisio
 
 
 def refuse_without_room(plan: Plan, peak_bytes: Sequence[int], message_bytes: tuple[int, ...]) -> None:
-    """Raise `MessageRoomError` where messages in flight need more than the caps leave.
-
-    Args:
-        peak_bytes: most bytes live at one time on every rank, without messages.
-        message_bytes: most bytes of messages in flight on every rank.
-    """
+    """Raise `MessageRoomError` where messages in flight need more than the caps leave of the most bytes live without them."""
     above = [peak + size - cap for peak, size, cap in zip(peak_bytes, message_bytes, plan.cap_bytes, strict=True)]
     if max(above) > 0:
         rank = above.index(max(above))
@@ -110,7 +101,6 @@ def refuse_without_room(plan: Plan, peak_bytes: Sequence[int], message_bytes: tu
 
 
 def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
-    """Set memory aside for messages in flight. Raises `MessageRoomError` where the caps do not leave it."""
     refuse_without_room(plan, plan.predicted.peak_bytes, message_bytes)
     return replace(
         plan,
@@ -121,7 +111,6 @@ def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
 
 
 def _messages(tables: Tables, order: Order) -> Messages:
-    """Times and sizes of the messages of an order, and times of the transfers of the added operations that it has."""
     hops, used = tuple(tuple(row.tolist()) for row in tables.hops), kinds_of(order)
     rows = [own for op, own in tables.added.items() if op in used]
     collectives = tuple((op, tuple(times_us)) for own in rows for op, times_us in own.collective_us.items())
@@ -130,8 +119,6 @@ def _messages(tables: Tables, order: Order) -> Messages:
 
 
 class _Writer:
-    """Writer of each action with its planned time and bytes."""
-
     def __init__(self, tables: Tables, decisions: Decisions) -> None:
         self.tables, self.decisions, self.offload = tables, decisions, decisions.as_offload
         codes = encode_known(decisions.order, tables.num_chunks)
@@ -140,17 +127,12 @@ class _Writer:
         self.first = {op: kind * num_items for kind, op in enumerate(codes.kinds)}
 
     def steps(self, row: Sequence[Action], takes: Sequence[int], gives: Sequence[int]) -> Iterator[Step]:
-        """Yield a step for each action of a rank.
-
-        Args:
-            takes, gives: bytes that every action allocates when it starts and frees when it ends (`step_bytes`).
-        """
+        """Yield a step for each action of a rank, which allocates and frees these bytes (`step_bytes`)."""
         for action, alloc_bytes, free_bytes in zip(row, takes, gives, strict=True):
             op, site, c = action
             yield Step(action, self.times_us[self.first[op] + site * self.tables.num_chunks + c], alloc_bytes, free_bytes)
 
     def shares(self) -> tuple[tuple[float, ...], ...]:
-        """Shares of the kept bytes that are offloaded, ``[stage][chunk]``."""
         stages, chunks = range(len(self.tables.num_layers)), range(len(self.decisions.chunks))
         if not self.offload.shares:
             return ((0.0,) * len(chunks),) * len(stages)

@@ -24,30 +24,26 @@ def lower_bound_us(
 ) -> float:
     """Compute a makespan, in microseconds, that no order, recompute, offload or placement of weight gradients can beat.
 
-    It is a bound for the chunk table, not for all ways to cut the batch: a finer table has a shorter fill and drain and more
-    overhead. The larger of two numbers:
+    It is a bound for the chunk table, not for all ways to cut the batch. The larger of two numbers:
 
-    *A rank's time.* A rank runs every forward, backward and weight gradient of its stages one after another. It cannot start
-    before some chunk has come through all earlier stages, and after its last backward that chunk still has to go back through
-    them (in a forward-only plan, on through the later ones). To that comes recompute that the cap forces: when the backward of
-    a sequence's last slice starts on the rank's last stage, all slices of the sequence have run forward on all of the rank's
-    stages and none backward, so what they all keep is live in addition to the static bytes and the sequence's keys, values and
-    their gradient. The bytes above the cap must have been given up by recomputing layers of these slices. The least time that
-    can take solves a fractional knapsack: layers in the order of time per byte. A chunk belongs to one sequence (or is
-    one batched chunk), so the times of several sequences add. With a link to the host, keys and values may be there, and bytes
-    may be copied away and back instead; copies of a rank run one at a time, so the copied bytes cannot take longer than the
-    makespan, and what is dearest to recompute is copied. Weight gradients that are split off can run while the last chunk goes
-    back, so then the rank's time is the larger of all its work, and of its work without them followed by that way back.
+    *A rank's time.* A rank runs all passes of its stages one after another. It cannot start before some chunk has come through
+    all earlier stages, and after its last backward that chunk still has to go back through them (in a forward-only plan, on
+    through the later ones). To that comes recompute that the cap forces: when the backward of a sequence's last slice starts on
+    the rank's last stage, all slices have run forward on all of the rank's stages and none backward, so what they all keep is
+    live in addition to the static bytes and the sequence's keys, values and their gradient. The bytes above the cap must have
+    been given up by recomputing layers of these slices. The least time for that solves a fractional knapsack: layers in the
+    order of time per byte. A chunk belongs to one sequence (or is one batched chunk), so the times of several sequences add.
+    With a link to the host, keys and values may be there, and what is dearest to recompute may be copied away and back instead,
+    no longer than the makespan, since copies of a rank run one at a time. Weight gradients that are split off can run while the
+    last chunk goes back, so then the rank's time is the larger of all its work, and of its work without them followed by that
+    way back.
 
-    A rank's shard of the vocabulary runs before its last backward, and the shard's weight gradient may run after it. In a
+    A rank's shard of the vocabulary runs before its last backward, and its weight gradient may run after that. In a
     forward-only plan shards may run while the last chunk goes on. Memory set aside for shards need not be used.
 
-    *A chunk's time.* Every chunk passes all stages forward and back one after another, and on the first its weight gradient
-    follows.
+    *A chunk's time.* Every chunk passes all stages forward and back, and on the first its weight gradient follows.
 
-    Args:
-        chunks, problem: needed for the recompute that the caps force; without them it is left out.
-        options: whether weight gradients are split off and copies allowed.
+    Recompute that the caps force needs `chunks` and `problem`, and is left out without them.
     """
     passes, trains, split = tables.passes, tables.trains, options.split_weight and tables.trains
     # With split weight gradients, a backward and its weight gradient take no longer than the backward that is not split.
@@ -84,10 +80,8 @@ def lower_bound_us(
 class _Forced:
     """Recompute that caps force.
 
-    Args:
-        chunks: the table. Where it is not in forward order, runs of slices of several sequences force nothing: these need not
-            be alive together.
-        copies: keys and values may be in host memory, so they force none.
+    Slices of a sequence that do not stand together in `chunks` force nothing: they need not be alive together. With `copies`
+    keys and values may be in host memory, so they force none.
     """
 
     def __init__(self, tables: Tables, chunks: Sequence[Chunk], copies: bool) -> None:
@@ -101,11 +95,7 @@ class _Forced:
         self._offers: dict[StagePasses, NDArray[np.float64]] = {}
 
     def pieces(self, rank: int, cap: int) -> list[tuple[float, float]]:
-        """Return the least recompute of a rank, as pieces ``(time per byte, bytes)``.
-
-        Args:
-            cap: bytes.
-        """
+        """Return the least recompute of a rank under a cap, as pieces ``(time per byte, bytes)``."""
         stages, tables = self.tables.stages_of[rank], self.tables
         kept_bytes = self.kept_bytes[list(stages)].sum(axis=0)
         excess = np.add.reduceat(kept_bytes, self.starts) + tables.static[rank] - tables.shard_room[rank] - cap
@@ -126,7 +116,6 @@ class _Forced:
         return pieces
 
     def _of(self, passes: StagePasses) -> NDArray[np.float64]:
-        """Return time per byte and bytes that each step of recompute saves, ``[both][step][chunk]``."""
         if passes not in self._offers:
             saved, most = passes.savings
             self._offers[passes] = np.array([passes.frontier.layer_us / np.maximum(most, 1), np.maximum(saved, 0)])
@@ -136,10 +125,7 @@ class _Forced:
 def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_byte: float) -> float:
     """Compute the least time if bytes may be copied instead of recomputed, dearest first, while copies take no longer.
 
-    Args:
-        base_us: time of the rank without recompute.
-        pieces: forced recompute, as ``(microseconds per byte, bytes)``.
-        copy_us_per_byte: time of a copy to the host and back; infinite where copies are not allowed.
+    `pieces` are ``(microseconds per byte, bytes)``; a byte's copy is to the host and back, infinite where not allowed.
     """
     total_us = base_us + sum(price * size for price, size in pieces)
     if copy_us_per_byte == np.inf:
@@ -156,12 +142,7 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
 
 
 def _ways(rows: Sequence[TimeColumn], hops: Sequence[TimeColumn], first: TimeColumn) -> NDArray[np.float64]:
-    """Sum, for every stage and chunk, `first`, the times of all earlier stages, and the times of the messages between.
-
-    Args:
-        rows: times of the passes of each stage.
-        hops: of the messages behind each stage but the last.
-    """
+    """Sum, for every stage and chunk, `first`, the times of all earlier stages, and those of the messages between, `hops`."""
     ways = np.empty((len(rows), len(first)))
     ways[0] = first
     for stage, hop_us in enumerate(hops):

@@ -34,15 +34,12 @@ ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Decisions that follow from a recipe.
+    """Decisions that follow from a recipe, with the chunks of all replicas. Where none fit, a rank lacks `missing_bytes`.
 
     Attributes:
-        table: its chunks, of all replicas.
-        missing_bytes: that a rank lacks; 0 where the candidate fits.
         makespan_us: of the slowest replica; infinite where it does not fit.
         bound_us: that no order of the chunks beats.
-        decisions: of every replica; empty where it does not fit.
-        whole_backwards: the same with whole backwards, and without the vocabulary's shards.
+        whole_backwards: the decisions with whole backwards, and without the vocabulary's shards.
     """
 
     recipe: Recipe
@@ -64,7 +61,6 @@ class Candidate:
 
     @property
     def has_copies(self) -> bool:
-        """True if activations, or keys and values, of some replica go to the host."""
         return any(own.copies or own.kv_offload for own in self.whole_backwards)
 
 
@@ -76,12 +72,10 @@ class Candidates:
         chunks: the only table, of one replica; None to cut the batch.
 
     Attributes:
-        chunk_tables: makes the chunks of a recipe.
-        values: of every setting.
         came_from: of recipes that walks came by, the one before, and a word for the step if it is none of a walk (`why`).
         fastest_us: makespan of the fastest candidate that fits.
-        least_cap_bytes: smallest cap that would have let one fit; 0 where memory was never the obstacle.
-        least_host_bytes: the same of host memory.
+        least_cap_bytes, least_host_bytes: smallest cap, and host memory, for which one would fit; 0 where memory was no
+            obstacle.
         room: bytes of every rank set aside for messages, by the identity of tables whose plans needed more than was expected.
     """
 
@@ -104,7 +98,6 @@ class Candidates:
         self._orders: dict[tuple[Any, ...], CodedOrder] = {} if free is None else free._orders
 
     def fitting(self) -> list[Candidate]:
-        """List the candidates that fit, the fastest first."""
         return sorted((candidate for candidate in self.by_recipe.values() if candidate.fits), key=attrgetter("makespan_us"))
 
     def best(self) -> Candidate:
@@ -164,10 +157,7 @@ class Candidates:
         return self._orders[key]
 
     def _recomputed(self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:
-        """Fit recompute to the caps.
-
-        Where chunks of several stages per rank stay for times of different lengths, two ways to choose it are tried.
-        """
+        """Fit recompute to the caps, in two ways if chunks of several stages per rank stay for times of different lengths."""
         fit = self.replicas.fit(codes_of(ordered), tables)
         if fit.recompute_steps is None:
             self.least_cap_bytes = min(self.least_cap_bytes or fit.needed_bytes, fit.needed_bytes)
@@ -212,7 +202,6 @@ class Candidates:
     def _copied(
         self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
     ) -> Iterator[Candidate]:
-        """Copy to the host what the recipe says."""
         yield unfitted
         copies, order, table = unfitted.recipe.copies, ordered[0].order, unfitted.table
         if copies == "activations":
@@ -264,8 +253,8 @@ class Candidates:
     ) -> Iterator[Candidate]:
         """Copy activations where a cap requires it, and without KV offload ahead of that, as the link has time.
 
-        The vocabulary's shards move actions after copies were chosen, so bytes are away at other times. Where that takes a rank
-        above its cap, copies are chosen again for a lower one.
+        The vocabulary's shards move actions after copies were chosen. Where that takes a rank above its cap, because bytes are
+        away at other times, copies are chosen again for a lower one.
         """
         order, aims = ordered[0].order, self.problem.cap_bytes
         for _ in range(ROUNDS):
@@ -286,9 +275,8 @@ class Candidates:
     ) -> tuple[Candidate, list[int]]:
         """Complete a candidate with copies, where there are any and the host has room for them.
 
-        Returns:
-            the candidate and the bytes by which each rank is above its cap. Weight gradients stay in their backwards where they
-            would take a rank above its cap by themselves.
+        Returns it and the bytes by which each rank is above its cap. Weight gradients stay in their backwards where they would
+        take a rank above its cap by themselves.
         """
         candidate, above = unfitted, [0] * self.problem.num_ranks
         if copied is not None and copied.short_bytes:
@@ -307,14 +295,7 @@ class Candidates:
             self.least_host_bytes = min(self.least_host_bytes or needed, needed)
 
     def set_room(self, candidate: Candidate, needed: Sequence[int]) -> Candidate:
-        """Make the candidates of a table again with the memory for messages in flight that a plan of it needed.
-
-        Args:
-            candidate: of the table, which the plan was written from.
-
-        Returns:
-            the best of all.
-        """
+        """Make the candidates of a table again with the memory for messages that a plan needed; return the best of all."""
         table, number = candidate.table, id(candidate.table)
         before = self.room.get(number) or (0,) * len(needed)
         self.room[number] = room_for(before, needed)
@@ -332,5 +313,4 @@ class Candidates:
 
 
 def codes_of(decisions: Sequence[Decisions]) -> Codes:
-    """Return the order of all replicas as numbers."""
     return coded(decisions[0].order, len(decisions[0].chunks)).codes

@@ -26,13 +26,9 @@ from megatron_epp.planner.settings import LONGEST, MICROBATCH_STARTS, STARTS, ST
 
 
 class ChunkTables:
-    """Chunk tables of a batch by recipe: makes and remembers them.
+    """Chunk tables of a batch by recipe: makes and remembers them, by the setting `cut`.
 
-    Args:
-        chunks: the only table, of one replica, whatever the recipe; None to cut the batch, or to run its microbatches.
-
-    Attributes:
-        cuts: by the setting `cut`.
+    `chunks` is the only table, of one replica, whatever the recipe; None to cut the batch, or to run its microbatches.
     """
 
     def __init__(self, replicas: Replicas, chunks: tuple[Chunk, ...] | None = None) -> None:
@@ -79,7 +75,6 @@ class ChunkTables:
         return cut_in_runs(self.chunkers, self._falling, count, shape, streams=streams)
 
     def _whole(self) -> Aligned | None:
-        """Return a chunk for each sequence, where the cap allows them and replicas have equally many."""
         problems = self.replicas.problems
         is_within = all(max(chunker.problem.lengths) <= chunker.token_cap for chunker in self.chunkers)
         if not is_within or len({len(problem.lengths) for problem in problems}) > 1:
@@ -92,7 +87,6 @@ class ChunkTables:
         return Aligned(tables, tuple(stop - start for start, stop in pairwise([*sorted(begins), len(tables[0])])))
 
     def _with_start(self, recipe: Recipe) -> Aligned | None:
-        """Move other sequences to the front of a table of one replica."""
         plain = self.table(recipe._replace(start=STARTS[0]))
         if plain is None or self.replicas.is_lockstep:
             return None
@@ -105,9 +99,7 @@ class ChunkTables:
 
 def chunks_of(problem: Problem, costs: Costs, options: Options, chunks: float) -> tuple[Chunk, ...]:
     """Cut a batch into about so many chunks that take equally long, or as `options.slices` and `options.chunk_tokens` say.
-
-    Raises:
-        InfeasibleError: there are too many chunks.
+    Raises `InfeasibleError` if there are too many.
     """
     table = ChunkTables(Replicas((problem,), costs, options)).table(Recipe(chunks / problem.num_ranks, str(Shape(1))))
     if table is None:
@@ -138,11 +130,9 @@ def whole_by_length(problem: Problem) -> list[tuple[Chunk, ...]]:
 def with_other_starts(
     chunks: Sequence[Chunk], num_ranks: int, loss_groups: Sequence[int] = ()
 ) -> tuple[tuple[Chunk, ...], ...]:
-    """Return the same chunks with other sequences before the longest: some of one chunk each, or the next longest.
+    """Return the same chunks, the longest sequence first, with others ahead: some of one chunk each, or the next longest.
 
-    Args:
-        chunks: the chunk table, longest sequence first.
-        num_ranks: ranks of the pipeline; a pipeline is full with about as many chunks.
+    About as many chunks go ahead as there are ranks, with which a pipeline is full.
     """
     groups = [tuple(chunks[c] for c in run) for run in slice_groups(chunks, loss_groups)]
     single = [group for group in groups if len(group) == 1]

@@ -23,10 +23,7 @@ class Decisions:
     """All a planner decides. A planner with decisions of another kind returns a subclass that says what they mean.
 
     Attributes:
-        chunks: the chunk table.
-        order: the actions of every rank.
-        recompute_steps: recompute ``[stage][chunk]``, in recompute steps on the frontiers of `modes`.
-        modes: names of the recompute modes that were available.
+        recompute_steps: ``[stage][chunk]``, on the frontiers of `modes`, the available recompute modes.
         token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
@@ -47,7 +44,6 @@ class Decisions:
     extensions: tuple[Extension, ...] = ()
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
-        """Times and sizes of the decisions."""
         tables = tabulate(self.chunks, problem, costs, self.modes)
         if not self.kv_offload:
             return tables
@@ -55,7 +51,6 @@ class Decisions:
         return with_kv_offload(tables, self.chunks, problem, costs, self.modes, self.kv_offload, sharing)
 
     def makespan_us(self, problem: Problem, costs: Costs) -> float:
-        """Compute the makespan, in microseconds."""
         tables = self.tables(problem, costs)
         return makespan_us(self.order, tables, self.recompute_steps, timed(self.as_offload, tables))
 

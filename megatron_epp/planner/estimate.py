@@ -19,19 +19,13 @@ from megatron_epp.planner.settings import WHOLE, first_recipe
 from megatron_epp.planner.validation import validate
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)
-"""Grains that are tried, a middling one first. The search for a plan tries 15, each in more orders; not compared with other
-choices.
-"""
+"""Grains that are tried, a middling one first. The search for a plan tries 15, each in more orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The fastest of a few plans.
-
-    Attributes:
-        makespan_us: its makespan.
-        chunks_per_rank: its grain, one of `CHUNKS_PER_RANK`; None where it runs sequences whole, or the user fixed the slices.
-        busy_us: time of each rank's forwards and backwards, recompute included.
+    """The fastest of a few plans; `chunks_per_rank` is None where it runs sequences whole, or the user fixed the slices.
+    `busy_us` is the time of each rank's forwards and backwards, recompute included.
     """
 
     makespan_us: float
@@ -43,22 +37,15 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
     """Compute the least makespan of a few plans that the search would try too, in microseconds.
 
     Equal arguments give equal estimates, in every process. It has the pipeline's fill and the recompute that the caps force.
-
-    Raises:
-        PlanError: the arguments make no sense.
-        InfeasibleError: this plan fits no cap; another may.
+    Raises `PlanError` if the arguments make no sense, and `InfeasibleError` if these plans fit no cap; others may.
     """
     return _few(problem, costs, options).fastest_us
 
 
 def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK) -> Estimate:
-    """Make a few plans as `estimate_us` does, and describe the fastest.
+    """Make a few plans as `estimate_us` does, with its errors, and describe the fastest.
 
-    Args:
-        grains: chunks per rank that are tried. With fewer than all of `CHUNKS_PER_RANK` sequences are not tried whole.
-
-    Raises:
-        PlanError, InfeasibleError: as `estimate_us` raises them.
+    With fewer `grains`, chunks per rank, than all of `CHUNKS_PER_RANK` sequences are not tried whole.
     """
     with uncollected():
         candidates = _few(problem, costs, options, grains)
@@ -90,7 +77,6 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 
 
 def _few(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK) -> Candidates:
-    """Make a few candidates, of which the best fits. Raises what `estimate_us` raises."""
     validate(problem, costs, options)
     candidates = Candidates(Replicas((problem,), costs, options))
     first, reaches = first_recipe(problem, candidates.values["cut"][0]), candidates.values["reach"][:2]

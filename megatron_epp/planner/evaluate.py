@@ -34,7 +34,6 @@ class Played:
     copy_end_us: Times
 
     def of(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Start and end of a rank's actions."""
         return np.array(self.start_us[rank]), np.array(self.end_us[rank])
 
     @property
@@ -65,12 +64,9 @@ def split_off(order: Order) -> set[tuple[int, int]]:
 
 
 def moved_of(kept_bytes: int, layer_input: int, share: float) -> int:
-    """Compute the bytes that an offload moves, from the kept bytes and at least the input of one layer.
+    """Compute the bytes that an offload of a share of the kept bytes moves: at least the input of one layer, or nothing.
 
     Splitting one tensor takes room that another has made by leaving whole (see `runtime.offload.activations.choose`).
-
-    Args:
-        share: share of the kept bytes; nothing moves where it is zero.
     """
     return max(int(kept_bytes * share), min(kept_bytes, layer_input)) if share > 0.0 else 0
 
@@ -84,13 +80,7 @@ def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, 
     """Time an order, for any placement, with or without weight gradients of their own and copies.
 
     The order must have the slices of a sequence ascending in forward and descending in backward on every rank, which is then
-    all they ask for; `check` has the last word on that.
-
-    Args:
-        copies: offloads and loads of every rank, in order.
-
-    Raises:
-        PlanError: the order deadlocks.
+    all they ask for; `check` has the last word on that. Raises `PlanError` if the order deadlocks.
     """
     _, codes, room, moved = _play(order, tables, recompute_steps, copies)
     return Played(
@@ -102,7 +92,6 @@ def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, 
 
 
 def room_for(codes: Codes, columns: PassTable) -> timing.Room:
-    """Storage for the times of an order."""
     actions, ranks = len(codes.actions), codes.num_ranks
     times = [float_zeros(count) for count in (actions, actions, ranks, len(columns.need_starts) - 1)]
     return timing.Room(times[0], times[1], integer_zeros(ranks), *times[2:])
@@ -111,11 +100,7 @@ def room_for(codes: Codes, columns: PassTable) -> timing.Room:
 def copy_columns(
     copies: Copies, num_chunks: int, num_items: int, links: Sequence[int] = (), codes: Codes | None = None
 ) -> timing.CopyColumns:
-    """Copies as columns; `load_of` is empty where there are none.
-
-    Args:
-        codes: the order; needed where copies wait for its actions.
-    """
+    """Copies as columns; `load_of` is empty where there are none. Copies that wait for actions need the order's `codes`."""
     row = list(chain.from_iterable(copies))
     items = [action.stage * num_chunks + action.chunk for action, _, _ in row]
     load_of = [-1] * (num_items if row else 0)

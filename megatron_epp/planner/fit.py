@@ -1,7 +1,6 @@
 """Recompute under memory caps: how many layers of each stage and chunk run their forward again in backward.
 
-Memory of a rank depends on the order of its actions alone, not on their times, so it is counted along its list, with the same
-bytes the plan's steps carry.
+Memory of a rank depends on the order of its actions, not on times, so it is counted along its list, as a plan's steps have it.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ Sharing = Callable[[Sequence[Action], Tables, list[int], list[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class RecomputeFit:
-    """Recompute that keeps every rank under its cap; or, where `recompute_steps` is None, the smallest cap that would suffice.
-
-    Attributes:
-        recompute_steps: recompute steps (`passes`) ``[stage][chunk]``, or None where nothing fits.
-        needed_bytes: the least peak of the rank that needs most. Zero where it fits.
+    """Recompute that keeps every rank under its cap, ``[stage][chunk]``; or None, and the least peak of the rank that needs
+    most: the smallest cap that would suffice.
     """
 
     recompute_steps: RecomputeSteps | None
@@ -43,17 +39,10 @@ class RecomputeFit:
 
     @staticmethod
     def of(recompute_steps: RecomputeSteps, peaks: Sequence[int], caps: Sequence[int]) -> RecomputeFit:
-        """Judge a recompute by the peak bytes of every rank with it.
-
-        Args:
-            peaks: most bytes of every rank.
-            caps: bytes that every rank may hold.
-        """
         return RecomputeFit(recompute_steps) if is_within(peaks, caps) else RecomputeFit(None, max(peaks))
 
 
 def is_within(peaks: Sequence[int], caps: Sequence[int]) -> bool:
-    """Return True if no rank's peak is above its cap."""
     return all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
 
 
@@ -62,11 +51,7 @@ def fit_recompute(
 ) -> RecomputeFit:
     """Keep every rank under its cap with as little recompute time as the greedy rule of `fit_rank` finds.
 
-    When recompute of everything meets the caps, they are met (`least_peaks`).
-
-    Args:
-        options: recompute that the user fixed, if any.
-        by_stay: prefer chunks that stay long (`fit_rank`).
+    When recompute of everything meets the caps, they are met (`least_peaks`). `by_stay` prefers chunks that stay long.
     """
     codes, columns = _coded(order, tables)
     items = columns.num_stages * columns.num_chunks
@@ -83,13 +68,10 @@ def fit_recompute(
 def fit_lockstep(
     codes: Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options, by_stay: bool = False
 ) -> RecomputeFit:
-    """Keep every rank of every replica under its cap with the same recompute in all.
+    """Keep every rank of every replica, whose times are equal (`replicas.slowest_times`), under its cap by equal recompute.
 
-    The maximum over what each replica needs by itself is taken; with more recompute none holds more. Recompute that
-    the replicas then do not need is taken back, dearest first.
-
-    Args:
-        tables: of every replica; their times are the same (`replicas.slowest_times`).
+    The maximum over what each replica needs by itself is taken; with more recompute none holds more. Recompute that the
+    replicas then do not need is taken back, dearest first.
     """
     fits = [fit_recompute(codes, own, allowed, options, by_stay) for own, allowed in zip(tables, caps, strict=True)]
     if len(fits) == 1:
@@ -127,14 +109,7 @@ def _trimmed(together: list[int], codes: Codes, tables: Sequence[Tables], caps: 
 def fit_with_copies(
     codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: RecomputeSteps, recompute_steps: RecomputeSteps
 ) -> bool:
-    """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away.
-
-    Args:
-        limit: most recompute steps of each stage and chunk.
-
-    Returns:
-        True if any recompute fits.
-    """
+    """Fit the recompute of a rank whose cap differs from action to action, since some bytes are away; True if any fits."""
     columns, actions = tables.columns, codes.actions[codes.starts[rank] : codes.starts[rank + 1]]
     items = columns.num_stages * columns.num_chunks
     column, leaves, most = integer_zeros(items), integer_zeros(items), integers(chain.from_iterable(limit))
@@ -153,15 +128,14 @@ def caps_at(codes: Codes, caps: Sequence[int]) -> IntegerList:
 
 
 def peaks_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[int]:
-    """Most bytes live at one time on every rank."""
     return _peaks(order, tables, integers(chain.from_iterable(recompute_steps)))
 
 
 def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
     """Compute the least peak of each rank that recompute can reach, with all layers of all chunks recomputed.
 
-    More recompute never raises the peak of an action, neither its own chunk's nor another's; but for a norm's output, which a
-    layer has while its own backward runs only where it recomputes more than its MLP (`ModeCosts.full_bytes_per_token`).
+    More recompute never raises an action's peak, but for a norm's output, which a layer has while its own backward runs only
+    where it recomputes more than its MLP (`ModeCosts.full_bytes_per_token`).
     """
     return _peaks(order, tables, tables.columns.most)
 
@@ -171,9 +145,7 @@ def step_bytes(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Compute the bytes that every action allocates when it starts and frees when it ends, ``[rank][position]``.
 
-    Args:
-        order: the actions of every rank; no codes with `sharing`.
-        sharing: change of the bytes of a rank; None if every action holds its own.
+    `sharing` changes the bytes of a rank's actions, which are then no codes; None if every action holds its own.
     """
     codes, columns = _coded(order, tables)
     count, split = len(codes.actions), integer_zeros(columns.num_items)

@@ -49,13 +49,8 @@ def fitted(
         kind: makes the decisions from the fields of `Decisions`. Where actions share bytes (`Decisions.sharing`), nothing is
             offloaded.
 
-    Returns:
-        The chunks and the order with recompute and copies.
-
-    Raises:
-        InfeasibleError: they do not fit the caps even with all recomputed; `least_cap_bytes` is the cap that would do.
-        PlanError: the arguments make no sense, the order deadlocks, or actions or tokens are missing, unknown or doubled; the
-            message is `check`'s report.
+    Raises `InfeasibleError` with the cap that would do if the order fits in no way, and `PlanError`, with the report of
+    `check`, if the arguments make no sense, the order deadlocks, or actions or tokens are missing, unknown or doubled.
     """
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner
@@ -83,14 +78,12 @@ def fitted(
 
 
 def _makespan_us(order: Order, tables: Tables, recompute_steps: RecomputeSteps | None) -> float:
-    """Makespan of the completed order without copies, in microseconds; infinite where no recompute fits."""
     if recompute_steps is None:
         return math.inf
     return makespan_us(completed_with_shards(order, tables, recompute_steps), tables, recompute_steps)
 
 
 def _is_worth(action: Action, tables: Tables) -> bool:
-    """Return False for the weight gradient of a stage without layers, which has nothing to read."""
     columns = tables.columns
     return action.op is not Op.W or leaves_bytes(columns, action.stage * columns.num_chunks + action.chunk)
 
@@ -98,12 +91,8 @@ def _is_worth(action: Action, tables: Tables) -> bool:
 def _fit(decisions: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> RecomputeFit:
     """Fit recompute to the caps, with what waits for weight gradients and what actions hold at once.
 
-    What the actions of a rank hold more than with whole backwards that run one by one is taken off its cap, action by action,
-    and recompute fitted to what is left. It changes a little with the recompute, so this is repeated.
-
-    Args:
-        decisions: the order, with weight gradients of their own or actions that share bytes.
-        whole: the order without weight gradients.
+    What the actions of a rank hold more than in the order `whole`, with whole backwards that run one by one, is taken off its
+    cap, action by action, and recompute fitted to what is left. It changes a little with that, so this is repeated.
     """
     order, sharing = decisions.order, decisions.sharing
     if not split_off(order) and sharing is None:
@@ -132,10 +121,8 @@ def _fit(decisions: Decisions, whole: Order, tables: Tables, caps: Sequence[int]
 def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
     """Choose copies for whole backwards so that the order itself, with what waits and with its own times, is under the caps.
 
-    Whole backwards are held to the caps first, and to lower ones that relieve a rank of as much as the order is above its cap.
-
-    Returns:
-        The faster of both; what lacks room in host memory only if none has any.
+    Whole backwards are held to the caps, and to lower ones that relieve a rank of as much as the order is above its cap.
+    Returns the faster of both; what lacks room in host memory only if none has any.
     """
     caps = problem.cap_bytes
     none = [[0] * tables.columns.num_chunks] * tables.columns.num_stages
@@ -146,11 +133,7 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
 
 
 def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
-    """Hold whole backwards to ever lower aims until the order is under the caps; None where no copies do that.
-
-    Args:
-        aims: bytes of the ranks to begin with.
-    """
+    """Hold whole backwards to ever lower aims, bytes by rank, until the order is under the caps; None if no copies do that."""
     room = [[problem.host_cap_bytes] * problem.num_ranks]
     for _ in range(ROUNDS):
         copied = fit_offload(whole, (tables,), tuple(aims), room)

@@ -23,16 +23,11 @@ from megatron_epp.planner.validation import validate
 def in_given_order(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options, plain: bool) -> Decisions:
     """Order and recompute of a table of whole sequences such that every stage runs forwards and backwards in the table's order.
 
-    A layer recomputes for all chunks or for none. So what is kept of a layer's forwards in a queue is taken by the right
-    backward. Forwards of a rank with several stages alternate between these as in Megatron's interleaved schedule where
-    no backward follows.
+    A layer recomputes for all chunks or for none, so that what is kept of its forwards in a queue is taken by the right
+    backward. Forward-only, ranks with several stages alternate as in Megatron's interleaved schedule. Of the options only
+    `recompute` counts. `plain` means 1F1B, with no more chunks alive than in Megatron's schedules; else the fastest warm-up.
 
-    Args:
-        problem, costs, options: as `plan` takes them; of the options `recompute` alone counts.
-        plain: in 1F1B, with no more chunks alive than in Megatron's schedules; otherwise with whichever warm-up is fastest.
-
-    Raises:
-        InfeasibleError: it does not fit the caps with all layers recomputed.
+    Raises `InfeasibleError` if it does not fit the caps with all layers recomputed.
     """
     validate(problem, costs, options)
     tables, needed_bytes, best_us = tabulate(chunks, problem, costs), math.inf, math.inf

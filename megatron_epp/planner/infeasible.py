@@ -15,12 +15,8 @@ from megatron_epp.planner.validation import static_bytes
 def infeasible(
     problem: Problem, costs: Costs, options: Options, least_cap: int, least_host: int = 0, planner: str = ""
 ) -> InfeasibleError:
-    """Build the error of a batch that fits no cap.
-
-    Args:
-        least_cap: bytes of each rank that would suffice.
-        least_host: bytes of each rank in host memory that would suffice, with the caps as they are; 0 where none would.
-        planner: name of the planner, for the message; empty for the planner of the options.
+    """Build the error of a batch that fits no cap. `least_cap` would suffice on each rank, and of host memory `least_host`,
+    with the caps as they are; 0 where none would. Without `planner` the message names the options'.
     """
     planner = planner or options.planner
     cap, alternative = min(problem.cap_bytes), ""
@@ -48,7 +44,6 @@ def infeasible(
 
 
 def _for_the_batch(costs: Costs, options: Options, planner: str) -> Iterator[Remedy]:
-    """Yield what lowers the bytes of activations."""
     if planner != "greedy":
         yield Remedy("set", "planner", "greedy")
     elif options.slices is not None:
@@ -61,7 +56,6 @@ def _for_the_batch(costs: Costs, options: Options, planner: str) -> Iterator[Rem
 
 
 def _for_the_model(problem: Problem, costs: Costs, static: list[int]) -> Iterator[Remedy]:
-    """Yield what divides the model over more ranks."""
     if problem.num_stages < sum(costs.num_layers):
         yield Remedy("raise", "num_stages")
     yield Remedy("raise", "tensor_parallel")

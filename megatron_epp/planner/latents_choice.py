@@ -14,11 +14,8 @@ from megatron_epp.planner import Options, Problem, plan
 
 @dataclass(frozen=True, slots=True)
 class LatentsChoice:
-    """The faster of the two; latents where no plan fits with either, since they take less memory.
-
-    Attributes:
-        relays_latents: the choice.
-        latents_us, kv_us: sums of the makespans of all batches; infinite where some batch does not fit.
+    """The faster of the two by the sums of all batches' makespans, infinite where one does not fit; latents where no plan fits
+    with either, since they take less memory.
     """
 
     relays_latents: bool

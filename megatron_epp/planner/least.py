@@ -1,7 +1,7 @@
 """The least memory with which a batch can be planned, and the refusal that names it.
 
 With one stage per rank no order of a chunk table keeps less than `LEAST`'s, in which one sequence is alive at a time. So a
-table fits under a cap if and only if it does in that order, and one order of every table is tried, where the search tries many.
+table fits under a cap if and only if it does in that order, and one order of every table is tried.
 """
 
 from __future__ import annotations
@@ -44,18 +44,11 @@ _NEAR_DIVISOR = 256
 _MESSAGES_RATIO = 1.0625
 """Bytes of a table, as a multiple of the least of all, from which on messages of others will hardly make it the least."""
 Floors = list[tuple[int, Aligned]]
-"""Bytes that a table needs at least, and the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProof:
-    """Decisions under which a batch fits, and their peak.
-
-    Attributes:
-        problem: the batch, with the memory set aside for messages.
-        decisions: whose plan fits.
-        peak_bytes: of the fullest rank, messages included.
-    """
+    """Decisions under which a batch fits, and the peak of the fullest rank, with the messages that `problem` has room for."""
 
     problem: Problem
     decisions: Decisions
@@ -68,14 +61,8 @@ def one_order_decides(problem: Problem, options: Options) -> bool:
 
 
 def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
-    """Return the first plan found under the caps, which need not be a fast one.
-
-    Args:
-        problem: the batch, the placement, of one stage per rank, and its caps.
-
-    Raises:
-        InfeasibleError: no table fits; the error names the smallest cap that would do.
-        PlanError: as `plan` raises it.
+    """Return the first plan found under the caps, with one stage per rank, which need not be a fast one. Raises
+    `InfeasibleError` with the smallest cap that would do if no table fits, and `PlanError` as `plan` does.
     """
     proof = proven(problem, costs, options)
     return build_plan(proof.problem, costs, options, proof.decisions)
@@ -98,11 +85,7 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
 
 
 def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:
-    """Return the proof that a batch fits.
-
-    Args:
-        problem, costs, options: as `least_plan` takes them, which has its errors.
-    """
+    """Return the proof that a batch fits. Raises what `least_plan` raises."""
     floors = Floors()
     proof = proof_of(problem, costs, options, floors)
     if proof is None:
@@ -111,11 +94,7 @@ def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:
 
 
 def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> MemoryProof | None:
-    """Return the proof that a batch fits; None where it does not, which is faster to know than the smallest cap.
-
-    Args:
-        floors: gets the tables that do not fit, with bytes that they need at least; None where these do not matter.
-    """
+    """Return the proof that a batch fits, or None; `floors` gets tables that do not, with bytes that they need at least."""
     validate(problem, costs, options)
     for floor, table in _needs(problem, costs, options):
         least = floor
@@ -166,8 +145,8 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
     """Return bytes that tables need in any order, of those that do not fit, and 0 for others, which need not fit.
 
     Before a sequence's first backward, on the last stage of a rank, all of its slices are alive on all stages of the rank. So
-    the sequence that is longest in a table is looked at alone, and that of all tables at once, with full recompute. With copies
-    to the host one slice at a time is there, whose keys and values may be there, too, or not.
+    the longest sequence of each table is looked at alone, and that of all tables at once, with full recompute. With copies to
+    the host one slice at a time is there, with or without its keys and values.
     """
     if problem.forward_only:
         return [0] * len(tables)
@@ -207,13 +186,8 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
 
 
 def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) -> MemoryProof:
-    """Return the proof that a table fits.
-
-    The plan is written and lowered, which decides how many messages are in flight, but it is neither checked nor simulated.
-
-    Raises:
-        InfeasibleError: it does not fit.
-        MessageRoomError: the messages in flight do not fit.
+    """Return the proof that a table fits, from a plan that is lowered for its messages, but neither checked nor simulated.
+    Raises `InfeasibleError` if it does not fit, and `MessageRoomError` if only its messages do not.
     """
 
     def proof(asked: Problem) -> MemoryProof:
@@ -234,7 +208,6 @@ def _of_table(problem: Problem, costs: Costs, options: Options, table: Aligned) 
 
 
 def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
-    """Return the most bytes live at one time on a rank: static bytes plus bytes of its steps, which run one by one."""
     live = peak = static_bytes
     for step in row:
         live += step.alloc_bytes
@@ -244,7 +217,6 @@ def _peak_bytes(static_bytes: int, row: Sequence[Step]) -> int:
 
 
 def _fit(replicas: Replicas, table: Aligned) -> tuple[Tables, CodedOrder, RecomputeFit]:
-    """Fit a table in the order that keeps the least."""
     problem, sizes = replicas.problems[0], replicas.tables(table)
     order = coded(LEAST.order(table.stand_in(problem.loss_groups), sizes[0], problem), len(table))
     return sizes[0], order, replicas.fit(order.codes, sizes)
@@ -253,8 +225,8 @@ def _fit(replicas: Replicas, table: Aligned) -> tuple[Tables, CodedOrder, Recomp
 def _tables(replicas: Replicas) -> Iterator[Aligned]:
     """Yield the tables that the search tries, grains, runs and whole sequences.
 
-    A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward. With a whole
-    sequence that recomputes they live as long as one layer does, so it may fit where its slices do not.
+    Keys and values of slices stay until the backward of a sequence's first slice. Those of a whole sequence that recomputes
+    stay as long as one layer does, so it may fit where its slices do not.
     """
     problem, options, chunk_tables = replicas.problems[0], replicas.options, ChunkTables(replicas)
     values, known = values_of(problem, options, chunk_tables.cuts, splits=False), set[int]()

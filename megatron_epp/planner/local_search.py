@@ -51,21 +51,14 @@ are slower, by up to 3 %.
 
 
 def searches(options: Options, num_items: int) -> bool:
-    """Return whether the search runs.
-
-    Args:
-        num_items: stages of the pipeline times chunks of the table.
-    """
+    """Return whether the search runs on so many items, stages times chunks."""
     return num_items <= SMALL_PLAN_ITEMS if options.steps is None else options.steps > 0
 
 
 def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
     """Return the steps of the search's runs; each run begins with the best found before it.
 
-    Unasked, they follow from the makespan and not from a clock, so that equal problems get equal plans on every machine.
-
-    Args:
-        makespan_us: predicted for the decisions from which the search starts, in microseconds.
+    Unasked, they follow from the predicted makespan and not from a clock, so equal problems get equal plans on every machine.
     """
     if options.steps is not None:
         return (options.steps,)
@@ -74,18 +67,12 @@ def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
 
 
 def improve(decisions: Decisions, tables: Tables, problem: Problem, options: Options, split_weight: bool = False) -> Decisions:
-    """Take steps of local search from decisions that fit the caps. Equal arguments take equal steps.
+    """Take steps of local search from decisions that fit the caps; return whole backwards. Equal arguments take equal steps.
 
     A step changes one thing: an action of one rank moves past its neighbours, two neighbouring backwards (or forwards, or both)
     of different sequences trade places on all ranks, or the recompute of one chunk of one stage gets another limit. Recompute
-    is fitted again on the ranks concerned. A step that is a little slower is taken too, less and less so (threshold accepting).
-
-    Args:
-        options: the number of steps, the seed and the settings that the search respects.
-        split_weight: judge each step with its weight gradients split off where that is faster.
-
-    Returns:
-        Decisions with whole backwards.
+    is fitted again on the ranks concerned. A slower step is taken too, less and less so (threshold accepting). With
+    `split_weight`, weight gradients are split off to judge it where that is faster.
     """
     asked = searches(options, problem.num_stages * len(decisions.chunks))
     if not asked or decisions.copies or problem.forward_only or options.recompute != "auto":

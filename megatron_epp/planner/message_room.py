@@ -27,11 +27,7 @@ of 70 were refused and two slower; with 64 two were faster, by up to 0.2 %.
 
 
 class MessageRoomError(PlanError):
-    """A plan fits its caps but for its messages in flight.
-
-    Attributes:
-        needed: bytes of messages of every rank.
-    """
+    """A plan fits its caps but for its messages in flight, `needed` bytes of every rank."""
 
     def __init__(self, message: str, needed: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -48,14 +44,8 @@ def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, .
 
 
 def with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
-    """Plan, and plan again with more memory set aside for messages where a plan's own need more than its caps leave.
-
-    Args:
-        make: plans a problem; raises `MessageRoomError` where messages do not fit.
-
-    Raises:
-        InfeasibleError: as `make` raises it; the cap that it names need not have room for messages.
-        MessageRoomError: the messages of the last plan tried do not fit.
+    """Plan, and plan again with more memory set aside for messages where a plan's own need more than its caps leave. Raises
+    what `make` raises: `InfeasibleError`, whose cap need not have room for messages, or the last `MessageRoomError`.
     """
     for _ in range(ROUNDS - 1):
         try:
@@ -67,11 +57,7 @@ def with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
 
 
 def planned_with_room[T](problem: Problem, costs: Costs, options: Options, make: Callable[[Problem], T]) -> T:
-    """Plan with room for messages, and where nothing fits, name a cap under which there is a plan.
-
-    Raises:
-        InfeasibleError: nothing fits; the cap that it names has room for the messages of a plan.
-    """
+    """Plan with room for messages. Raises `InfeasibleError` with a cap that has room for the messages of a plan."""
     try:
         return with_room(problem, make)
     except InfeasibleError as error:
@@ -82,12 +68,7 @@ def planned_with_room[T](problem: Problem, costs: Costs, options: Options, make:
 
 
 def proven_cap(cap_bytes: int, plan_under: Callable[[int], object]) -> int:
-    """Return the first cap, from one on, under which a plan is made: its messages may need more than was counted.
-
-    Args:
-        cap_bytes: the smallest cap that may do.
-        plan_under: plans under a cap; raises `InfeasibleError` or `MessageRoomError` where it makes no plan.
-    """
+    """Return the first cap, from one on, under which a plan is made: its messages may need more than was counted."""
     for number in range(2 * ROUNDS):
         try:
             plan_under(cap_bytes)
@@ -102,7 +83,6 @@ def proven_cap(cap_bytes: int, plan_under: Callable[[int], object]) -> int:
 
 
 def raised(problem: Problem, cap_bytes: int) -> Problem:
-    """Return the problem with at least this cap on every rank."""
     return replace(problem, cap_bytes=tuple(max(cap, cap_bytes) for cap in problem.cap_bytes))
 
 

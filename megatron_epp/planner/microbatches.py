@@ -25,11 +25,7 @@ _STEPS = 500
 def plan_microbatches(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
     """Plan whole microbatches in the best of three orders: as given, longest first, and shortest first.
 
-    Args:
-        options: of the planner; options of cutting and packing are ignored.
-
-    Raises:
-        InfeasibleError: nothing that was tried fits the caps.
+    Options of cutting and packing are ignored. Raises `InfeasibleError` if nothing that was tried fits the caps.
     """
     chunks, problem = _problem_of(microbatches, problem)
     numbers = tuple(number for number, lengths in enumerate(microbatches) for _ in lengths)
@@ -51,11 +47,7 @@ def plan_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Cost
 
 
 def plan_in_order(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
-    """Plan whole microbatches so that every stage runs forwards and backwards in the caller's order (`in_given_order`).
-
-    Raises:
-        InfeasibleError: it does not fit the caps.
-    """
+    """Plan whole microbatches so that all stages run forwards and backwards in the caller's order (`in_given_order`)."""
     return _in_order(microbatches, problem, costs, options, plain=False)
 
 
@@ -79,5 +71,4 @@ def _with_weight(action: Action) -> tuple[Action, ...]:
 
 
 def _problem_of(microbatches: MicrobatchLengths, problem: Problem) -> tuple[tuple[Chunk, ...], Problem]:
-    """Return a chunk per microbatch, and the problem with their sequences."""
     return chunks_of(microbatches), replace(problem, lengths=tuple(length for lengths in microbatches for length in lengths))

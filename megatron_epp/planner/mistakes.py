@@ -1,7 +1,7 @@
 """Decisions from which no plan can be written, refused with the report of a plan that cannot run.
 
-`check` has the last word on what can be written. But writing looks up costs by stage and chunk, partly in compiled loops that
-do not watch the ends of their columns, so whatever lies beyond these is refused before.
+`check` has the last word. But writing looks up costs by stage and chunk, partly in compiled loops that do not watch the ends of
+their columns, so whatever lies beyond these is refused before.
 """
 
 from __future__ import annotations
@@ -41,13 +41,7 @@ from megatron_epp.planner.validation import as_one_chunk
 
 
 def refuse_mistakes(decisions: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
-    """Refuse decisions from which no plan can be written, whatever their recompute.
-
-    Args:
-
-    Raises:
-        PlanError: no plan can be written from the decisions; the message is the report.
-    """
+    """Raise `PlanError`, with the report, for decisions from which no plan can be written, whatever their recompute."""
     with _of_types(planner):
         _refuse_types(decisions, planner)
         faults = [_fault(reason) for reason in (*_shapes(decisions, problem, costs), *decisions.faults())]
@@ -60,10 +54,8 @@ def refuse_mistakes(decisions: Decisions, problem: Problem, costs: Costs, planne
 
 
 def whole_layers(decisions: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> RecomputeSteps:
-    """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
-
-    Raises:
-        PlanError: the shape, type or range of the recompute is wrong; the message is the report.
+    """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables. Raises
+    `PlanError`, with the report, if its shape, type or range is wrong.
     """
     rows, stages, chunks = decisions.recompute_steps, problem.num_stages, len(decisions.chunks)
     reasons: list[str] = []
@@ -86,11 +78,7 @@ def whole_layers(decisions: Decisions, problem: Problem, costs: Costs, tables: T
 
 
 def refuse_table(decisions: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
-    """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does.
-
-    Args:
-        decisions: of which the chunks alone are known.
-    """
+    """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does."""
     with _of_types(planner):
         _refuse_types(decisions, planner)
         faults = [*check_tokens(outline(decisions, problem, costs))] or [*_out_of_order(decisions.chunks)]
@@ -103,16 +91,11 @@ def _refuse(faults: Iterable[Violation], decisions: Decisions, problem: Problem,
 
 
 def cannot_run(planner: str) -> str:
-    """The first line of the error of a planner whose plan cannot run."""
     return f"planner {planner!r} made a plan that cannot run\n"
 
 
 def outline(decisions: Decisions, problem: Problem, costs: Costs) -> Plan:
-    """Return the plan of decisions before anything is known of its times and bytes, which are all zero.
-
-    Args:
-        costs: number of layers of every stage.
-    """
+    """Return the plan of decisions before anything is known of its times and bytes, which are all zero."""
     none = [0.0] * len(decisions.chunks)
     shares, no_time = decisions.offload or [none] * problem.num_stages, (tuple(none),) * (problem.num_stages - 1)
     return Plan(
@@ -136,7 +119,7 @@ def outline(decisions: Decisions, problem: Problem, costs: Costs) -> Plan:
 
 @contextmanager
 def _of_types(planner: str) -> Iterator[None]:
-    """Refuse tables that cannot be read as what they should be: no rows, no pairs, or entries that do not compare."""
+    """Refuse tables that cannot be read: no rows, no pairs, or entries that do not compare."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -151,7 +134,6 @@ def _refuse_types(decisions: Decisions, planner: str) -> None:
 
 
 def _types(decisions: Decisions) -> Iterator[str]:
-    """Entries that are not of the types that a plan is made of."""
     for chunk in decisions.chunks:
         if not (isinstance(chunk, Chunk) and all(isinstance(part, Segment) for part in chunk.segments)):
             yield f"{chunk!r} is not a Chunk of Segments"
@@ -164,7 +146,6 @@ def _types(decisions: Decisions) -> Iterator[str]:
 
 
 def _shapes(decisions: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
-    """Yield the tables that do not fit the problem, recompute excluded."""
     stages, chunks, ranks = problem.num_stages, len(decisions.chunks), problem.num_ranks
     for name, table in (("order", decisions.order), ("copies", decisions.copies or ((),) * ranks)):
         if len(table) != ranks:
@@ -190,7 +171,7 @@ def _shapes(decisions: Decisions, problem: Problem, costs: Costs) -> Iterator[st
 
 
 def _out_of_order(chunks: Sequence[Chunk]) -> Iterator[Violation]:
-    """Slices that do not stand behind the slice before them: planners number chunks in the order of their forwards."""
+    """Yield slices that do not stand behind the slice before them: chunks are numbered in the order of their forwards."""
     for c, chunk in enumerate(chunks):
         sequence, start, _ = chunk.segments[0]
         ends = [(part.sequence, part.end) for part in chunks[c - 1].segments] if c else []
@@ -199,7 +180,7 @@ def _out_of_order(chunks: Sequence[Chunk]) -> Iterator[Violation]:
 
 
 def _recomputes(plan: Plan) -> Iterator[Violation]:
-    """Yield a violation for each recompute action: decisions state recompute in layers, and such an action has no costs."""
+    """Yield recompute actions: decisions state recompute in layers, and such an action has no costs."""
     for rank, steps in enumerate(plan.ranks):
         for position, step in enumerate(steps):
             if step.action.op is Op.R:

@@ -1,7 +1,7 @@
 """Orders of actions, and what all of them are made from: groups of chunks, and the order of backwards.
 
 Chunk tables are numbered in forward order: the slices of a sequence stand together, ascending. Sequences with one loss should
-stand together too: in every order, the backwards of a group follow all its forwards on the stage with the loss.
+too: in every order, the backwards of a group follow all its forwards on the stage with the loss.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ CopyOrder = tuple[tuple[tuple[Action, Action | None], ...], ...]
 
 
 def slice_groups(chunks: Sequence[Chunk], loss_groups: Sequence[int] = ()) -> list[range]:
-    """Cut a table in forward order into runs that belong together: the slices of one sequence, or a single batched chunk.
-
-    Args:
-        loss_groups: as in `Problem`. A run then has whole groups.
-    """
+    """Cut a table in forward order into runs that belong together: a sequence's slices, a batched chunk, or loss groups."""
     stops = {c: group[-1] for group in joint_losses(chunks, loss_groups) for c in group}
     starts, reach = list[int](), -1
     for c, chunk in enumerate(chunks):
@@ -76,5 +72,4 @@ def descending(groups: Sequence[Sequence[int]]) -> list[int]:
 
 
 def without_weights(order: Order) -> Order:
-    """Return an order without its weight gradients (W)."""
     return tuple(tuple(action for action in row if action.op is not Op.W) for row in order)

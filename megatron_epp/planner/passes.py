@@ -2,7 +2,7 @@
 
 The *recompute frontier* of a stage and chunk has the modes worth using, each saving more bytes at a higher price than the one
 before. A recompute step takes one layer from one mode to the next. All layers of the stage take the first step before any takes
-the second, so a single number says what all of them do: steps taken, of which each mode has as many as the stage has layers.
+the second, so the number of steps says what all of them do.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class Frontier(NamedTuple):
 
     Attributes:
         mode: position in `MODES` of the mode that a step leads to; `ABSENT` where the frontier is shorter.
-        saved: bytes that a layer saves by the step; of unlike layers their mean.
-        layer_us: time that it adds to the layer's backward.
+        saved, layer_us: bytes that a layer saves by the step, of unlike layers their mean, and time that its backward adds.
         fuller: growth of the layer's peak bytes while its backward runs; below zero where the peak shrinks.
     """
 
@@ -51,10 +50,7 @@ def recompute_frontier(stage: int, work: ChunkWork, costs: Costs, modes: Sequenc
 
     With one mode there is one step, whatever it costs. On a stage without layers no step saves anything. Of unlike layers each
     saves the mean, and modes come in the order of `MODES`, the last one first, so that a stage's first layers take every step
-    before the others.
-
-    Args:
-        in_order: the modes one after the other as given, the same for all chunks; each must save more than the one before.
+    before the others. With `in_order` modes come as given for all chunks, each of which must save more than the one before.
     """
     if not modes:
         return no_frontier(len(work.tokens))
@@ -93,11 +89,7 @@ def recompute_frontier(stage: int, work: ChunkWork, costs: Costs, modes: Sequenc
 
 @functools.lru_cache(1 << 14)  # plans have few different ones
 def recompute_of(modes: tuple[int, ...], num_layers: int, num_steps: int) -> Recompute:
-    """Return the layers per mode after a number of recompute steps.
-
-    Args:
-        modes: positions of the frontier's modes in `MODES`.
-    """
+    """Return the layers per mode, by its position in `MODES`, after a number of recompute steps."""
     counts = dict.fromkeys(MODES, 0)
     if num_steps and num_layers:
         complete, rest = divmod(num_steps, num_layers)
@@ -145,16 +137,14 @@ class LayerGroup(NamedTuple):
 def moments(sizes: BackwardBytes[Numbers], groups: Sequence[LayerGroup]) -> Iterator[Numbers]:
     """Yield the bytes above those live when a backward starts, at every moment at which they can be most.
 
-    A backward goes through the stage from its end. The bytes that the head kept are freed first, then the bytes of an attention
-    at the stage's end, which needs more for a moment. At each layer memory rises for a while: by what recompute makes again, or
-    by the gradient of its keys and values, which stays. Then the bytes that the layer kept are freed, and with a sequence's
-    first slice its keys and values and their gradient. Equal layers have their peak at the first or the last of them, or at the
-    second where the first keeps an MLP until the end of the backward.
+    A backward first frees the bytes that the head kept, then those of an attention at the stage's end, which needs more for a
+    moment. At each layer memory rises for a while, by what recompute makes again, or by the gradient of its keys and values,
+    which stays; then the bytes that the layer kept are freed, and with a sequence's first slice its keys and values and their
+    gradient. Equal layers have their peak at the first or the last of them, or at the second where the first keeps an MLP until
+    the end.
 
-    Args:
-        sizes: of the stage; `first_mlp` is zero where the first layer does not keep it.
-        groups: of layers, in the order in which a backward comes to them; sizes and counts can be arrays that broadcast. Their
-            sizes take the place of those of a layer in `sizes`.
+    Groups are in the order in which a backward comes to them, and their sizes, arrays that broadcast, take the place of those
+    of a layer in `sizes`, whose `first_mlp` is zero where the first layer does not keep it.
     """
     yield (start := sizes.constant + sizes.at_half)
     live = sizes.constant + sizes.reached
@@ -174,10 +164,9 @@ def backward_items(
 ) -> BackwardBytes[dict[str, IntColumn]]:
     """Compute the bytes of backwards by item (`cost.memory`).
 
-    Args:
-        mode: recompute mode of the layer in `activations` and `peak`; empty for one that keeps everything.
-        layer: number of that layer, where layers are unlike; None for their mean.
-        split: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer it has passed.
+    Activations and peak are of a layer in recompute `mode`, empty for one that keeps everything; of unlike layers of number
+    `layer`, None for their mean. A `split` backward keeps inputs of weight gradients of the head and the layers that it has
+    passed.
     """
     (opened, goes), comes = costs.opened_bytes(stage, work), costs.gradient_bytes(stage, work) * work.last
     (caches, cached), halves = costs.caches_of(stage, layer), costs.num_cached_inner(stage)
@@ -224,11 +213,9 @@ class Ways(NamedTuple):
     """Every way to run the passes of a kind of stage, ``[chunk, number of recompute steps]``.
 
     Attributes:
-        kept_bytes: of activations, kept from forward to backward.
         again_us: time of recompute, a part of the backward.
-        whole, split: most bytes of a backward and its chunk's activations together, with its weight gradient, and with the
-            weight gradient split off. They never grow with recompute, except where layers that recompute hold more bytes while
-            their own backward runs.
+        whole, split: most bytes of a backward and its chunk's activations together, with its weight gradient, and with that
+            split off. They never grow with recompute, except where layers that recompute hold more in their own backward.
         price: time of the next step per byte that it saves; infinite where there is none.
     """
 
@@ -253,12 +240,10 @@ class StagePasses:
         layer_input: of these, what a layer that recomputes whole keeps.
         forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
             the bytes freed at its end.
-        backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
-            opened or closed.
+        backward_residual: bytes that a backward leaves, without activations: gradients of keys and values, opened or closed.
         passing: bytes held only while a pass runs, which static bytes include.
         weight_bytes: that a backward keeps for a split weight gradient.
         streamed_bytes: that a backward holds of keys and values that stream from and to the host.
-        frontier: recompute, step after step.
     """
 
     stage: int
@@ -369,9 +354,7 @@ def _saved_by_unlike(layers: LayerGroup) -> Numbers:
 
 
 def _most_of_unlike(sizes: BackwardBytes[Numbers], layers: LayerGroup) -> Numbers:
-    """Most bytes above those live when a backward starts, ``[recompute steps, chunk]``: the most that `moments` yields with
-    a group for each layer.
-    """
+    """Most bytes above those at a backward's start, ``[recompute steps, chunk]``, by `moments` with a group for each layer."""
     rise, freed = layers.peak - layers.activations, layers.activations + layers.gone
     before = np.cumsum(freed, axis=1) - freed  # by layers ahead of each
     all_freed, height = before[:, -1:] + freed[:, -1:], rise + before + freed
@@ -387,10 +370,7 @@ def _most_of_unlike(sizes: BackwardBytes[Numbers], layers: LayerGroup) -> Number
 def _taken(values: Numbers, layers: int, full: Numbers, rest: Numbers) -> Numbers:
     """Add up a column of the frontier's steps, ``[number of recompute steps, chunk]``.
 
-    Args:
-        values: ``[step, chunk]``, with one more that no layer takes.
-        layers: of the stage, each of which takes every step.
-        full, rest: steps that all layers have taken, and layers that have taken one more.
+    `values` are ``[step, chunk]`` and one more. All layers have taken `full` steps, and `rest` layers one more.
     """
     before = np.cumsum(layers * values, axis=0)[:-1]
     return np.asarray(np.vstack([0 * values[:1], before])[full] + rest * values[full])

@@ -1,8 +1,7 @@
 """Replicas that are planned together. One is the ordinary case; replicas that share experts run in lockstep.
 
 Each layer with experts is an exchange between lockstep replicas, so an action takes as long as the slowest of them needs for
-it. One order and one recompute are chosen for all, by these times; every replica then has its own chunks in the order, its own
-memory, its own copies to the host, none of which keeps an action waiting, and its own KV offload.
+it. By these times one order and one recompute are chosen; chunks, memory, copies to the host and KV offload are each replica's.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ _TIMES = ("forward_us", "backward_us", "weight_us", "saved_by_split_us", "exchan
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Problems that get one order, with what is needed to plan them.
-
-    Attributes:
-        problems: of every replica; they differ in nothing but their lengths.
-    """
+    """Problems that get one order, equal in all but their lengths, with what is needed to plan them."""
 
     problems: tuple[Problem, ...]
     costs: Costs
@@ -59,7 +54,6 @@ class Replicas:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Names of the recompute modes that plans may use."""
         known = self.options.modes(self.costs.recompute_modes)
         if not self.is_lockstep:
             return known
@@ -67,12 +61,10 @@ class Replicas:
 
     @property
     def without_caps(self) -> Replicas:
-        """Return the replicas with unlimited memory."""
         unlimited = (UNLIMITED_BYTES,) * self.problems[0].num_ranks
         return replace(self, problems=tuple(replace(problem, cap_bytes=unlimited) for problem in self.problems))
 
     def with_caps(self, cap_bytes: int) -> Replicas:
-        """Return the replicas with at least this cap on every rank."""
         return replace(self, problems=tuple(raised(problem, cap_bytes) for problem in self.problems))
 
     def with_room(self, message_bytes: tuple[int, ...]) -> Replicas:
@@ -100,17 +92,12 @@ class Replicas:
         return [Chunker.of(problem, self.costs, self.options.chunk_tokens) for problem in self.problems]
 
     def tables(self, table: Aligned) -> tuple[Tables, ...]:
-        """Tabulate a chunk table of every replica; all have the times of the slowest."""
         if not self.is_lockstep:
             return (tabulate(table.chunks[0], self.problems[0], self.costs, self.modes),)
         return slowest_times(tabulate_each(table.chunks, self.problems, self.costs, self.modes))
 
     def choices(self, order: Order, tables: Sequence[Tables], table: Aligned) -> Iterator[tuple[Pairs, ...]]:
-        """List what may be offloaded of keys and values in every replica: what it takes to fit, and what avoids recompute.
-
-        Args:
-            tables: without KV offload.
-        """
+        """List what may be offloaded of keys and values in every replica: what it takes to fit, and what avoids recompute."""
         every = zip(tables, table.chunks, self.problems, strict=True)
         by_replica = [choices(order, *each, self.costs, self.modes, self.is_lockstep) for each in every]
         return iter(dict.fromkeys(zip(*by_replica, strict=True)))
@@ -118,11 +105,7 @@ class Replicas:
     def kv_offload(
         self, tables: Sequence[Tables], table: Aligned, pairs: tuple[Pairs, ...], sharing: float = 1.0
     ) -> tuple[Tables, ...]:
-        """Tabulate with KV offload.
-
-        Args:
-            tables: without it.
-        """
+        """Tabulate with KV offload, from tables without it."""
         every = zip(zip(tables, table.chunks, self.problems, strict=True), pairs, strict=True)
         shared = self.costs, self.modes
         return slowest_times([with_kv_offload(*own, *shared, mine, sharing, self.is_lockstep) for own, mine in every])
@@ -151,7 +134,6 @@ class Replicas:
         return [max(0, max(peak_bytes) - cap) for *peak_bytes, cap in zip(*every, caps, strict=True)]
 
     def bound_us(self, tables: Sequence[Tables], table: Aligned) -> float:
-        """Compute a makespan, in microseconds, that no plan of a chunk table beats."""
         every = zip(tables, table.chunks, self.problems, strict=True)
         return max(lower_bound_us(*each, self.options) for each in every)
 
@@ -177,7 +159,6 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
 
 
 def _slowest(replicas: Sequence[StagePasses]) -> list[StagePasses]:
-    """Return the passes of one stage in every replica with the longest times of all."""
     times: dict[str, Any] = {name: np.max([getattr(own, name) for own in replicas], axis=0) for name in _TIMES}
     layer_us = np.max([own.frontier.layer_us for own in replicas], axis=0)
     return [replace(own, **times, frontier=own.frontier._replace(layer_us=layer_us)) for own in replicas]
@@ -195,12 +176,7 @@ def _largest(rows: Sequence[OperationRows]) -> OperationRows:
 
 
 def require_equal(problems: Sequence[Problem], costs: Costs, options: Options) -> None:
-    """Refuse problems of replicas in lockstep that make no sense, or differ in more than their lengths.
-
-    Raises:
-        PlanError: there is no problem, they differ, or another planner than "greedy" is asked for.
-        InfeasibleError, PlanError: as `validate` raises them.
-    """
+    """Raise what `validate` does, and `PlanError` for other planners than "greedy" or problems not equal but for lengths."""
     for problem in problems:
         validate(problem, costs, options)
     if not problems:
@@ -234,11 +210,8 @@ def too_few_tokens(replicas: Replicas) -> InfeasibleError:
 def split_together(by_replica: Sequence[Decisions], tables: Sequence[Tables], replicas: Replicas) -> tuple[Decisions, ...]:
     """Split weight gradients off the order of replicas in lockstep, equally for all, where that is allowed, faster and fits.
 
-    Exchanges then come at the same times everywhere, so that all replicas issue receives at the same positions among them. Each
-    replica's own split is tried.
-
-    Args:
-        by_replica: decisions of every replica, with one order and one recompute.
+    Exchanges then come at the same times everywhere, so all issue receives at the same positions. Each replica's own split is
+    tried.
     """
     whole, recompute_steps = by_replica[0].order, by_replica[0].recompute_steps
     orders = {coded(whole, len(by_replica[0].chunks)).key: whole}

@@ -36,10 +36,8 @@ ROUNDS = 16
 
 
 def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, names_cap: bool = True) -> tuple[Plan, ...]:
-    """Plan a batch, or replicas in lockstep, by the search.
-
-    Raises:
-        InfeasibleError: nothing fits; there is a plan under the cap that the error names, its messages included.
+    """Plan a batch, or replicas in lockstep, by the search. Raises `InfeasibleError` if nothing fits; there is a plan under the
+    cap that the error names, its messages included.
     """
     replicas = Replicas(tuple(problems), costs, options)
     one_decides = not replicas.is_lockstep and one_order_decides(problems[0], replace(options, offload=False))
@@ -62,25 +60,17 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, 
 def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
     """Plan one iteration of replicas that share experts. Equal arguments give equal plans, in every process.
 
-    Args:
-        problems: one for each replica, equal but for their lengths.
-        options: the settings of the user. The planner must be "greedy".
+    Problems are equal but for their lengths, and the planner must be "greedy". Each plan is sound by itself, `check_lockstep`
+    finds nothing wrong with them, and the time of an action is the slowest replica's.
 
-    Returns:
-        A plan for each, sound by itself, that `check_lockstep` finds nothing wrong with. The time of an action is the slowest
-        replica's.
-
-    Raises:
-        InfeasibleError: nothing fits the caps, or one replica has too few tokens for the chunks that another needs.
-        PlanError: the arguments make no sense, the problems differ in more than their lengths, or (a bug) the plans do not pass
-            the checks.
+    Raises `InfeasibleError` if nothing fits the caps, or one replica has too few tokens for the chunks that another needs, and
+    `PlanError` if the arguments make no sense, or (a bug) the plans do not pass the checks.
     """
     require_equal(problems, costs, options)
     return plan_or_refuse(problems, costs, options)
 
 
 def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_host: int) -> tuple[Plan, ...]:
-    """Return the plan with the least memory, or refuse with its cap; with offload less may do, and the message says so."""
     try:
         proof = proven(problem, costs, replace(options, offload=False))
     except InfeasibleError as plain:
@@ -94,9 +84,8 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
 
 
 def finisher_of(options: Options) -> Callable[[Sequence[Decisions], Problem, Costs, Options], Decisions] | None:
-    """Return the function of another package that a setting asks for; None if none does.
-
-    It returns the fastest of some decisions, the fastest first, and of what it makes of them.
+    """Return the function of another package that a setting asks for; None if none does. It returns the fastest of some
+    decisions, the fastest first, and of what it makes of them.
     """
     return resolve_name("megatron_epp.contrib.overlap.pairing:overlapped") if options.overlap_exchanges else None
 
@@ -124,11 +113,8 @@ def finished(candidates: Candidates) -> Candidate:
 
 
 def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
-    """Write a candidate's plans, one for each replica.
-
-    Raises:
-        MessageRoomError: they fit but for their messages.
-        PlanError: a plan does not pass `check`, or the plans of replicas do not match (a bug).
+    """Write a candidate's plans, one for each replica. Raises `MessageRoomError` if they fit but for their messages, and
+    `PlanError` if one fails `check`, or replicas' do not match (a bug).
     """
     replicas, decisions = candidates.replicas.with_room(candidates.room.get(id(best.table), ())), best.decisions
     costs, options = replicas.costs, replicas.options
@@ -160,10 +146,8 @@ def completed(candidates: Candidates, candidate: Candidate, whole: Decisions) ->
 
 
 def planned(candidates: Candidates) -> tuple[Plan, ...]:
-    """Write the plans of the fastest candidate whose messages have room.
-
-    Raises:
-        InfeasibleError: none fits the caps; the error names the smallest cap with which one would, but for its messages.
+    """Write the plans of the fastest candidate whose messages have room. Raises `InfeasibleError` if none fits, with the
+    smallest cap under which one would, but for its messages.
     """
     for _ in range(ROUNDS):
         if not candidates.fitting():
@@ -189,24 +173,15 @@ def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
 
 
 def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """The decisions of the default planner, as other planners begin with them.
-
-    Raises:
-        InfeasibleError: nothing fits the caps.
-    """
+    """The default planner's decisions, as other planners begin with them. Raises `InfeasibleError` if nothing fits the caps."""
     return _decisions(search(Replicas((problem,), costs, options)))
 
 
 def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """The best order, recompute and offload of activations found for a given chunk table.
+    """The best order, recompute and offload of activations found for a chunk table in forward order.
 
-    Args:
-        chunks: the table in forward order: slices of a sequence stand together, ascending.
-        problem, costs, options: as `plan` takes them; what `options` says of slicing and packing is ignored.
-
-    Raises:
-        InfeasibleError: nothing that was tried fits the caps.
-        PlanError: the arguments make no sense, or the chunks are no such table.
+    What `options` says of slicing and packing is ignored. Raises `InfeasibleError` if nothing that was tried fits the caps, and
+    `PlanError` if the arguments make no sense, or the chunks are no such table.
     """
     validate(problem, costs, options)
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)

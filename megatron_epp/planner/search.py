@@ -1,13 +1,13 @@
 """The search for a plan: how elastic plans are made.
 
-A plan follows from a *recipe* (`settings.Recipe`): a few settings, each with values in a row. From a recipe a candidate is
-made without further choice: sequences are cut and packed into chunks, the actions ordered, recompute (or copies to the host)
-fitted to the memory caps, and the order timed. Searching is *walking*: along one setting after another, to both sides, as long
-as candidates get better, until no setting makes them better. Of candidates that do not fit, the better one lacks less memory.
+From a *recipe* (`settings.Recipe`), a value of each setting, a candidate is made without further choice: sequences are cut and
+packed into chunks, the actions ordered, recompute (or copies to the host) fitted to the memory caps, and the order timed.
+Searching is *walking*: along one setting after another, to both sides, as long as candidates get better. Of candidates that do
+not fit, the better one lacks less memory.
 
-First the walk is free of memory caps: its end is the fastest plan if memory did not matter. From there it goes on under the
-caps, where candidates recompute what they must, and other values may need less of that. Where memory is short, further walks
-begin at *openings*, recipes that keep little and that a walk from the fastest hardly comes by. Copies to the host come last.
+First the walk is free of memory caps, to the fastest plan if memory did not matter. From there it goes on under the caps, where
+other values may need less recompute. Where memory is short, further walks begin at *openings*, recipes that keep little and
+that a walk from the fastest hardly comes by. Copies to the host come last.
 """
 
 from __future__ import annotations
@@ -105,10 +105,8 @@ def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
 
 
 def search(replicas: Replicas) -> Candidates:
-    """Search, free of caps and then under them; return all candidates under the caps.
-
-    Raises:
-        InfeasibleError: a replica has too few tokens for the chunks that another needs.
+    """Search, free of caps and then under them; return all candidates under the caps. Raises `InfeasibleError` if a replica has
+    too few tokens for the chunks that another needs.
     """
     free = Candidates(replicas.without_caps)
     fastest = free_of_caps(free)
@@ -120,10 +118,8 @@ def search(replicas: Replicas) -> Candidates:
 
 
 def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
-    """Return the candidate of a recipe, or of the first coarser grain that all replicas have tokens for.
-
-    Raises:
-        InfeasibleError: there is none.
+    """Return the candidate of a recipe, or of the first coarser grain that all replicas have tokens for. Raises
+    `InfeasibleError` if there is none.
     """
     coarser = [grain for grain in candidates.values["grain"][::-1] if grain < recipe.grain]
     ranks = candidates.problem.num_ranks
@@ -149,11 +145,7 @@ def free_of_caps(free: Candidates) -> Candidate:
 
 
 def other_cuts(free: Candidates, best: Candidate, first: Recipe) -> Iterator[Recipe]:
-    """Yield recipes at which walks begin with other ways to cut: of few chunks, each at the grain that suits it best.
-
-    Args:
-        first: recipe at which the search began.
-    """
+    """Yield recipes at which walks begin with other ways to cut: of few chunks, each at the grain that suits it best."""
     is_few = free.problem.num_stages * len(best.table) <= FEW_ITEMS
     grains = [grain for grain in free.values["grain"] if is_few and settings.WHOLE < grain <= MOST_FEW_GRAIN]
     for cut in free.values["cut"][1:] if is_small(free, best) else free.values["cut"][1:2]:
@@ -164,7 +156,6 @@ def other_cuts(free: Candidates, best: Candidate, first: Recipe) -> Iterator[Rec
 
 
 def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
-    """Go on from the fastest plan without caps."""
     best = candidates.of(fastest.recipe)
     assert best is not None
     if best.fits and best.makespan_us <= fastest.makespan_us * (1 + MIN_GAIN_SHARE):  # it fits as it is
@@ -186,11 +177,7 @@ def openings(candidates: Candidates, best: Recipe, rows: Sequence[settings.Openi
 
 
 def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
-    """Descend from openings where the best does not fit, is far from what it would be with more memory, or is small.
-
-    Args:
-        fastest: without caps.
-    """
+    """Descend from openings where the best does not fit, is far from the fastest without caps, or is small."""
     is_far = best.makespan_us > min(OPENINGS_RATIO * fastest.makespan_us, OPENINGS_BOUND_RATIO * best.bound_us)
     if best.fits and not is_far and not is_small(candidates, best):
         return best

@@ -1,7 +1,7 @@
 """The settings of a plan, each with its values in a row: what the search walks along (`search`).
 
-A plan follows from a `Recipe`, one value of each setting. A new value is an entry here; a new setting is a field of `Recipe`, a
-row in `SETTINGS`, its values in `values_of`, and what reads it (`chunk_tables.ChunkTables.table` or `candidates.Candidates`).
+A new value is an entry here. A new setting is a field of `Recipe`, a row in `SETTINGS`, its values in `values_of`, and what
+reads it (`chunk_tables.ChunkTables.table` or `candidates.Candidates`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class Recipe(NamedTuple):
     """Values of all settings.
 
     Attributes:
-        grain: one of `GRAINS`.
         cut: key of `ChunkTables.cuts`.
-        start: one of `STARTS`.
         lead: one of `LEADS`, or of `WIDTHS`.
         reach: key of `REACHES`: how far forwards run ahead of backwards.
         copies: one of `COPIES`: what goes to the host.
@@ -52,12 +50,8 @@ class Recipe(NamedTuple):
 
 
 class RecipeSetting(NamedTuple):
-    """A setting of a recipe.
-
-    Attributes:
-        name: of the field of `Recipe`.
-        is_ordered: its values are in a row along which plans get better and then worse; else all are tried.
-        keeps_chunks: its values have the same chunks, in the same or another order.
+    """A setting of a recipe. It `is_ordered` if plans get better along its values and then worse, else all are tried. It
+    `keeps_chunks` if its values have the same chunks, in the same or another order.
     """
 
     name: str
@@ -110,10 +104,8 @@ class ReachRule:
 
     Attributes:
         rule: the order for a lead, and a number of chunks by which all ranks are further ahead (`WarmUp.slack`).
-        placements: for which it is.
         is_wide: it fills the memory that caps leave, so depends on them.
         splits: weight gradients shape it, where they run apart.
-        has_lead: it depends on the lead.
     """
 
     rule: Callable[[float, int], OrderRule]
@@ -142,17 +134,13 @@ REACHES = {
 """Forwards ahead of backwards.
 
 One stage per rank: those that the next backward needs, a constant number of slices, as many as the caps leave room for, or with
-1.5 times the bytes of these, for which something recomputes. Several: backwards first, or forwards and backwards in turn;
-Megatron's interleaved order; blocks of the V schedules (2405.15362); the first two with weight gradients that wait.
-"""
+1.5 times the bytes of these, by recompute. Several: backwards first, or in turn; Megatron's interleaved order; blocks of the V
+schedules (2405.15362); the first two with weight gradients that wait."""
 
 
 class Opening(NamedTuple):
-    """A recipe at which further walks begin.
-
-    Attributes:
-        changes: of the best recipe.
-        scans_grains: every grain is tried first: its lead is narrow enough to fit, and hardly slower than wider ones.
+    """A recipe at which further walks begin, with these changes of the best. If it `scans_grains`, every grain is tried first:
+    its lead is narrow enough to fit, and hardly slower than wider ones.
     """
 
     changes: dict[str, Any]
@@ -180,17 +168,12 @@ twice as long with them.
 
 
 def first_recipe(problem: Problem, cut: str = "") -> Recipe:
-    """Return the recipe at which the search begins, with a way to cut."""
     grain = 12.0 if 12.0 * problem.num_ranks <= MOST_CHUNKS else 4.0  # a grain beyond `MOST_CHUNKS` makes no chunks
     return Recipe(grain, cut, reach="need" if problem.has_one_stage_per_rank else "turns")
 
 
 def values_of(problem: Problem, options: Options, cuts: Iterable[str], splits: bool) -> dict[str, tuple[Any, ...]]:
-    """Return the values of every setting that a search may try.
-
-    Args:
-        splits: weight gradients may run apart.
-    """
+    """Return the values of every setting that a search may try, where weight gradients may run apart if it `splits`."""
     placement, is_whole = placement_of(problem), bool(problem.microbatches)
     starts = MICROBATCH_STARTS if is_whole else STARTS if placement == SINGLE and not problem.forward_only else STARTS[:1]
     return {

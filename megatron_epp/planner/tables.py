@@ -32,11 +32,9 @@ class Tables:
     """Times in microseconds and sizes in bytes of a chunk table, and the ranks and links that they are for.
 
     Attributes:
-        passes: of each stage, as columns by chunk; equal stages share one. In the planners, counts of layers are counts of
-            recompute steps.
+        passes: of each stage, as columns by chunk. In the planners, counts of layers are counts of recompute steps.
         hops: time of each chunk's message, boundary by boundary; zero where both stages are on one rank.
-        static: bytes of each rank that are planned as held throughout: its static bytes, the working memory of its largest
-            pass, `message_room`, `shard_room` and `exchange_room`.
+        static: bytes of each rank held throughout: its static bytes, the working memory of its largest pass, and rooms.
         message_bytes: of each chunk's message.
         message_room: bytes of each rank set aside for messages in flight while the order is not known.
         shard_room: bytes of each rank set aside for chunks between the shards' `S` and `T`.
@@ -44,7 +42,6 @@ class Tables:
         host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
         host_links: of every rank, the link to the host that it copies over.
         offloadable_share: most of a chunk's kept bytes that may leave.
-        added: of operations that other modules have added to the table of operations.
     """
 
     passes: tuple[StagePasses, ...]
@@ -81,7 +78,6 @@ class Tables:
 
     @property
     def columns(self) -> PassTable:
-        """Flat columns for orders of forwards, backwards and weight gradients."""
         return self.columns_with(KINDS)
 
     def columns_with(self, kinds: Kinds) -> PassTable:
@@ -95,12 +91,7 @@ class Tables:
         return len(self.passes[0].forward_us)
 
     def transfer_us(self, carries: MessageKind | Collective | None, boundary: int) -> Sequence[float] | TimeColumn:
-        """Time by chunk of a transfer. Messages of added operations count even where they stay on a rank,
-        which depends on the order.
-
-        Args:
-            carries: the transfer; None for none.
-        """
+        """Time by chunk of a transfer. Of added operations it counts even on one rank, which depends on the order."""
         if isinstance(carries, MessageKind) and carries.times:
             return self.hops[boundary]
         if isinstance(carries, MessageKind):
@@ -122,14 +113,12 @@ class Tables:
         return self.host_latency_us + self.host_us_per_byte * num_bytes
 
     def recompute(self, stage: int, chunk: int, num_steps: int) -> Recompute:
-        """Return the recomputed layers per mode after `num_steps` recompute steps."""
         if not num_steps:
             return NO_RECOMPUTE
         passes = self.passes[stage]
         return recompute_of(tuple(passes.frontier.mode[:, chunk].tolist()), passes.num_layers, num_steps)
 
     def kept_bytes(self, stage: int, chunk: int, num_steps: int) -> int:
-        """Bytes of activations kept from forward to backward after `num_steps` recompute steps."""
         return int(self.passes[stage].ways.kept_bytes[chunk, num_steps])
 
     def layer_input(self, stage: int, chunk: int) -> int:
@@ -192,12 +181,7 @@ def tabulate(
     work: ChunkWork | None = None,
     of_stages: Mapping[int, StagePasses] | None = None,
 ) -> Tables:
-    """Evaluate the costs of every stage and chunk.
-
-    Args:
-        work: of the chunks; None for the one that follows from the problem.
-        of_stages: passes of the first of equal stages; None to compute them.
-    """
+    """Evaluate the costs of every stage and chunk; `of_stages` are passes of the first of equal stages."""
     work, trains = work_of_table(chunks, problem) if work is None else work, not problem.forward_only
     equal_stages = costs.equal_stages_of(work)
     if of_stages is None:
@@ -231,18 +215,13 @@ def tabulate(
 
 
 def work_of_table(chunks: Sequence[Chunk], problem: Problem) -> ChunkWork:
-    """Derive the work of a problem's chunks."""
     return work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans)
 
 
 def tabulate_each(
     chunks: Sequence[tuple[Chunk, ...]], problems: Sequence[Problem], costs: Costs, modes: Sequence[str]
 ) -> list[Tables]:
-    """Tabulate a table of every replica in lockstep: recompute modes come in one order in all.
-
-    Args:
-        modes: in this order; each must save more than the one before.
-    """
+    """Tabulate a table of every replica in lockstep: modes come in one order, and each saves more than the one before."""
     works = [*map(work_of_table, chunks, problems)]
     stages, joined = set(costs.equal_stages_of(works[0])), joined_work(works)
     each = {stage: [*passes_of_each(stage, works, joined, costs, modes, problems[0].forward_only)] for stage in stages}
@@ -262,11 +241,7 @@ def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, Operatio
 
 
 def shard_peaks(added: Mapping[Op, OperationRows], trains: bool) -> list[list[int]]:
-    """Return the most bytes that each chunk takes on a rank in its `S`, or when any `T` runs behind it, ``[rank][chunk]``.
-
-    Args:
-        added: rows of the added operations, `S` and `T` among them.
-    """
+    """Return the most bytes that each chunk takes on a rank in its `S`, or when any `T` runs behind it, ``[rank][chunk]``."""
     shards, gradients = added[Op.S], added[Op.T]
     most = [max(takes, default=0) if trains else 0 for takes in gradients.takes]
     ranks = zip(shards.takes, shards.gives, most, strict=True)
@@ -274,11 +249,7 @@ def shard_peaks(added: Mapping[Op, OperationRows], trains: bool) -> list[list[in
 
 
 def shard_room(added: Mapping[Op, OperationRows], trains: bool) -> tuple[int, ...]:
-    """Bytes of each rank set aside for chunks between the shards' `S` and `T`: of `MOST_OPEN_CHUNKS` of the largest.
-
-    Args:
-        added: as `shard_peaks` takes them; without `S` there are no shards.
-    """
+    """Bytes of each rank set aside for chunks between the shards' `S`, if any, and `T`: `MOST_OPEN_CHUNKS` of the largest."""
     if Op.S not in added:
         return ()
     rows = added[Op.S]

@@ -41,11 +41,7 @@ def require_one_stage_per_rank(problem: Problem, options: Options) -> None:
 
 
 def require_whole(options: Options, tokens: int) -> None:
-    """Raise `InfeasibleError` where a planner that does not cut sequences has a chunk of more tokens than `chunk_tokens`.
-
-    Args:
-        tokens: of that planner's longest chunk, padded.
-    """
+    """Raise `InfeasibleError` where a planner that does not cut has a longest chunk, padded, of more than `chunk_tokens`."""
     if options.chunk_tokens is not None and tokens > options.chunk_tokens:
         raise InfeasibleError(
             f"planner {options.planner!r} does not cut sequences: it needs chunks of {tokens} tokens, above the "
@@ -58,9 +54,8 @@ def require_whole(options: Options, tokens: int) -> None:
 def validate(problem: Problem, costs: Costs, options: Options) -> None:
     """Refuse a problem that no planner here can plan.
 
-    Raises:
-        PlanError: sizes do not match, a number is out of range, a rank has no stage, or the batch is larger than plans hold.
-        InfeasibleError: the token cap is below the multiple that chunks are padded to.
+    Raises `PlanError` if sizes do not match, a number is out of range, a rank has no stage, or the batch is larger than plans
+    hold, and `InfeasibleError` if the token cap is below the multiple that chunks are padded to.
     """
     stages = problem.num_stages
     if not problem.lengths or min(problem.lengths) < 1:
@@ -95,10 +90,8 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
 
 
 def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1) -> None:
-    """Refuse a batch whose times or bytes are negative, infinite, not numbers, or more than a plan can hold.
-
-    Raises:
-        PlanError: a time or size is out of range. The message names the stage and the amount.
+    """Refuse a batch whose times or bytes are negative, infinite, not numbers, or more than a plan can hold. Raises `PlanError`
+    with the stage and the amount.
     """
     tokens = sum(-(-length // token_multiple) * token_multiple for length in lengths)
     pairs = sum(causal_pairs(0, length) for length in lengths)

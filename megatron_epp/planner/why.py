@@ -20,12 +20,9 @@ from megatron_epp.planner.validation import validate
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The way from a recipe to the best of a search.
+    """The way from a recipe to the best of a search, `is_free` of memory caps or under them.
 
-    Attributes:
-        is_free: of memory caps.
-        candidates: one for each recipe on the way; the last is the best.
-        words: for the step to each of them, empty for a step of a walk.
+    There is a candidate for each recipe, of which the last is best, and words for the step to it, empty within a walk.
     """
 
     is_free: bool
@@ -35,13 +32,8 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class OtherValue:
-    """A value of one setting, with the chosen values of all others.
-
-    Attributes:
-        setting: its name.
-        value: one that was not chosen.
-        candidate: what it gives; None where it makes no chunks.
-        is_same: its chunks and their order are those that were chosen.
+    """A value of one setting that was not chosen, with the chosen values of all others. Its candidate is None where it makes no
+    chunks; `is_same` if its chunks and their order are those that were chosen.
     """
 
     setting: str
@@ -51,12 +43,7 @@ class OtherValue:
 
 
 class RankMemory(NamedTuple):
-    """Peak bytes of a rank in the order that was chosen.
-
-    Attributes:
-        plain: if nothing recomputes.
-        least: if everything does.
-    """
+    """Peak bytes of a rank in the order that was chosen, `plain` if nothing recomputes, `least` if everything does."""
 
     plain: int
     least: int
@@ -64,11 +51,9 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan, and how the search came to it.
+    """A plan, and how the search came to it, free of caps and then under them.
 
     Attributes:
-        plan: the plan.
-        walks: free of caps, and then under them.
         others: values that were not chosen; empty where no candidate of the search fits.
         improved: recipe of the candidate that local search made the fastest of, if it did; else the last of the walk.
         memory: of every rank; empty where no candidate fits, and with copies to the host, which take bytes away.
@@ -89,11 +74,7 @@ class Explanation:
 
 
 def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
-    """Plan as `plan` does, and tell how the search came to the plan. Raises what `plan` raises.
-
-    Raises:
-        PlanError: another planner than "greedy" is asked for.
-    """
+    """Plan as `plan` does, and tell how the search came to the plan. Raises `PlanError` for planners but "greedy", too."""
     if options.planner != "greedy":
         raise PlanError("only the search of the planner greedy can be explained", Remedy("set", "planner", "greedy"))
     validate(problem, costs, options)
@@ -147,5 +128,4 @@ def _others(candidates: Candidates, best: Candidate) -> Iterator[OtherValue]:
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, tuple[object, object]]:
-    """Return the settings that differ, with both values."""
     return {name: (own, other) for name, own, other in zip(Recipe._fields, before, after, strict=True) if own != other}

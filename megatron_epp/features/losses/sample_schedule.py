@@ -95,8 +95,6 @@ class SampleReport:
 
 
 class _Planned(NamedTuple):
-    """Samples of a call, and the iterator that yields them with their plan."""
-
     digest: bytes
     dataset: Samples
     batches: PlannedBatches
@@ -109,7 +107,6 @@ class _Unfinished:
     Attributes:
         divisor: number of tokens, sequences or groups of these calls, over all replicas.
         num_tokens: what Megatron divides by, on the rank that has it; None if there are no such calls.
-        trains: some token of theirs is trained.
         versions: `_versions` of the gradients that they have left.
     """
 
@@ -211,7 +208,6 @@ class SampleSchedule:
         return self._report(batch, sums, values_of_chunks, problems, len(planned.dataset), wanted)
 
     def close(self) -> None:
-        """End planning, and wait for threads."""
         for planned in self._ahead.values():
             planned.batches.close()
         self._ahead.clear()
@@ -273,14 +269,9 @@ class SampleSchedule:
     ) -> tuple[Samples, bytes]:
         """Check and convert samples; return them and their digest. A collective call: no rank may raise by itself.
 
-        Warns if no parameter trains, unless the call is `forward_only`.
-
-        Args:
-            has_gradients: as `_has_gradients` returns it; None for a call that adds none.
-
-        Raises:
-            EppError: on every rank: a sample is wrong on some rank, there are none, ranks have different ones, something is
-                attached to the model that plans would not run, or there are gradients that are finished already.
+        Raises `EppError` on every rank if samples are wrong on some rank, missing or different, something is attached to the
+        model that plans would not run, or gradients are finished already (`_has_gradients`; None for a call that adds none).
+        Warns if a call that is not `forward_only` trains no parameter.
         """
         dataset, digest, problem = Samples(()), b"", ""
         try:
@@ -316,8 +307,7 @@ class SampleSchedule:
     def _has_gradients(self, models: Sequence[torch.nn.Module]) -> bool | None:
         """Return whether a model has gradients; None if the program finishes them by itself, so that calls may add to any.
 
-        After unfinished calls it has, until the program writes to them: they may be 0, as all advantages. Otherwise only the
-        smallest parameters are read, such as norms' weights: a whole model's gradients would take milliseconds.
+        After unfinished calls it has, until the program writes to them. Else only the smallest are read, since all take long.
         """
         if get_model_config(models[0]).finalize_model_grads_func is None:
             return None
@@ -327,7 +317,6 @@ class SampleSchedule:
         return bool(torch.stack(largest).amax() != 0) if largest else False
 
     def _divisor(self, dataset: Samples) -> int:
-        """Return the number of tokens, sequences or groups that the average divides by."""
         counts = dataset.num_trained()
         if self.loss.average is Average.TOKENS:
             return sum(counts)
@@ -346,8 +335,7 @@ class SampleSchedule:
     ) -> SampleReport:
         """Exchange sums, log-probabilities and problems of the ranks with the loss.
 
-        Raises:
-            EppError: on every rank: the loss of a token is not finite. Gradients are zeroed.
+        Raises `EppError` on every rank, with gradients zeroed, if the loss of a token is not finite.
         """
         assert batch.plan is not None
         is_first = mpu.get_tensor_model_parallel_rank() == 0
@@ -371,7 +359,6 @@ class SampleSchedule:
 
 
 def _gradients(models: Sequence[torch.nn.Module]) -> list[torch.Tensor | None]:
-    """Return the gradients of all parameters that are trained, the smallest first."""
     trained = sorted((p for model in models for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
     return [getattr(p, "main_grad", p.grad) for p in trained]
 
@@ -406,7 +393,7 @@ def _digest(samples: Sequence[TokenSample]) -> bytes:
 
 
 def _by_sample(batch: GlobalBatch, values_of_chunks: list[tuple[int, torch.Tensor]]) -> dict[int, list[tuple[int, np.ndarray]]]:
-    """Return this rank's log-probabilities by sample: the first label's position and the values, of each piece."""
+    """Return this rank's log-probabilities by sample: the position of each piece's first label, and its values."""
     assert batch.plan is not None
     shared, by_sample = of_group(mpu.get_context_parallel_group()), dict[int, list[tuple[int, np.ndarray]]]()
     layouts = batch.prepared.program.layouts

@@ -1,11 +1,11 @@
 """A loss over tokens, sequences or groups of them, of the log-probabilities that chunks give, with its gradient for each chunk.
 
 A forward gives log-probabilities of labels, which hold their graph but no logits (`loss.token_blocks`). With the last forward
-of the chunks whose loss is computed together (`Plan.loss_groups`, else one chunk), those of trained tokens are leaves of which
-the loss is differentiated, and each chunk's backward begins with its own gradient.
+of the chunks whose loss is computed together (`Plan.loss_groups`, else one chunk), the loss is differentiated by those of
+trained tokens, and each chunk's backward begins with its own gradient.
 
-A loss or gradient that is not finite, although what the model gave is, goes no further: zeros take its place on the device, and
-`ScopedLoss.end` names the token. What the model gives is left to Megatron's own checks.
+If a loss or gradient is not finite, although what the model gave is, zeros take its place on the device, and `ScopedLoss.end`
+names the token. What the model gives is left to Megatron's own checks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_epp.runtime.context import ChunkContext
 
 
 class _Part(NamedTuple):
-    """Trained tokens of one chunk, of `num_tokens` that the loss gets here; `values` are ``[rows, trained]`` without graph."""
+    """Trained tokens of one chunk, among `num_tokens` that the loss gets; `values` are ``[rows, trained]`` without graph."""
 
     chunk: int
     table: SegmentTable
@@ -43,8 +43,6 @@ class _Part(NamedTuple):
 
 
 class _Check(NamedTuple):
-    """Figures of one call of the loss, on the device."""
-
     parts: list[tuple[SegmentTable, int]]  # layout of each part's tokens, and how many of them the loss gets on this rank
     # float64 ``[2 + rows + columns]``: 1 if the loss or its gradient is not finite, else 0; the token that it is due to, among
     # those of all parts; and the values and columns of that token
@@ -67,9 +65,8 @@ class _Columns(dict[str, Tensor]):
 class ScopedLoss:
     """Loss of the chunks of an iteration. `context_ranks` share the tokens of a chunk; None if this rank has all.
 
-    `scale` is a factor of every gradient, for programs whose data parallelism does not divide by the batch's tokens. `keeps`
-    gets each chunk and its log-probabilities, 0 for tokens that are not trained, or the model's values, if it is a list.
-    `name_of` returns the name of a sequence of the batch in errors.
+    `scale` multiplies gradients where data parallelism does not divide by the batch's tokens. `keeps`, a list, gets each
+    chunk's log-probabilities, 0 for untrained tokens, or the model's values. `name_of` names a sequence of the batch in errors.
     """
 
     def __init__(self, loss: Loss, context_ranks: dist.ProcessGroup | None = None) -> None:
@@ -98,7 +95,7 @@ class ScopedLoss:
         the number that divides it, and the sums to log.
 
         Args:
-            values: ``[rows, tokens]`` of this rank, in fp32: log-probabilities of labels, those of each candidate, and
+            values: ``[rows, tokens]`` of this rank in fp32: log-probabilities of labels, those of each candidate, and
                 entropies, as the loss asks; or the model's values.
             loss_mask: ``[tokens]`` of this rank, 0 for tokens that are not trained.
         """
@@ -129,9 +126,8 @@ class ScopedLoss:
         return self._gradients.pop(chunk, None)
 
     def end(self) -> str:
-        """Check that every sequence and group has been completed, and every gradient has been taken.
-
-        Returns which token's loss or gradient is not finite, with its values; empty if all are. The host waits for the device.
+        """Check that all sequences and groups are complete, and all gradients taken; wait for the device. Returns which token's
+        loss or gradient is not finite, with its values; empty if all are.
         """
         assert not self._waiting
         assert not self._gradients
@@ -140,7 +136,6 @@ class ScopedLoss:
         return next((self._problem(check) for check, wrong in zip(checks, is_wrong, strict=True) if wrong), "")
 
     def _differentiated(self, parts: Sequence[_Part]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the loss of trained tokens, its sums to log, and its gradient by their values, ``[rows, trained]``."""
         values = torch.cat([part.values for part in parts], dim=1).requires_grad_()
         weights = torch.cat([part.inputs.weights for part in parts]).requires_grad_()
         columns = torch.cat([part.inputs.columns for part in parts], dim=1)
@@ -170,7 +165,7 @@ class ScopedLoss:
             return loss.masked_fill(is_wrong, 0.0), logged, gradient.masked_fill(is_wrong, 0.0) * self.scale
 
     def _hand_out(self, parts: Sequence[_Part], gradient: Tensor) -> None:
-        """Put the gradient of trained tokens in the places of this rank's tokens of each chunk, and 0 for others."""
+        """Scatter the gradient of trained tokens to this rank's tokens of each chunk, with 0 for others."""
         for part, of_part in zip(parts, gradient.split([len(part.inputs.rows) for part in parts], dim=1), strict=True):
             of_all = of_part.new_zeros(len(of_part), part.num_tokens).index_copy(1, part.inputs.rows, of_part)
             self._gradients[part.chunk] = self._own(of_all)
@@ -206,7 +201,6 @@ class ScopedLoss:
         return loss, logged
 
     def _rows(self, parts: Sequence[_Part], values: Tensor, weights: Tensor, columns: Tensor) -> Rows:
-        """Join the trained tokens of chunks, with what the loss's scope tells of sequences and groups."""
         scope, by_name = self.loss.scope, _Columns(self.loss, self._by_name(columns))
         if self.asks.has_values:
             rows = Rows(weights.new_empty(0), weights, by_name, values=values[0])
@@ -244,7 +238,6 @@ class ScopedLoss:
 
 
 def _at(token: int, sizes: Sequence[int]) -> tuple[int, int]:
-    """Return the part that a token is in, and its place there, of parts with these numbers of tokens."""
     part = bisect.bisect_right([*accumulate(sizes)], token)
     return part, token - sum(sizes[:part])
 
@@ -254,7 +247,6 @@ def _class_of(loss: Loss) -> str:
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all ranks, which have one shape."""
     of_ranks = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(of_ranks, own.contiguous(), group=group)
     return of_ranks

@@ -89,6 +89,5 @@ def compute(run: Run, models: Sequence[torch.nn.Module], ends: StageEnds) -> Non
 
 
 def sample_loss(run: Run) -> SampleLoss | None:
-    """Return the feature of a rank with the last stage."""
     stage = run.stages.get(run.placement.num_stages - 1)
     return SampleLoss(stage) if isinstance(stage, LossStage) else None

@@ -19,10 +19,8 @@ from megatron_epp.plan import EppError
 
 
 class ValueHead(torch.nn.Linear):
-    """Output layer with one output and no bias, the same on all tensor-parallel ranks.
-
-    With sequence parallelism each rank multiplies its tokens, and the values of all are gathered; the schedule adds up the
-    weight's gradients over the ranks, by the attribute that Megatron's norms have, too.
+    """Output layer with one output and no bias, equal on all tensor-parallel ranks: it has the attribute of Megatron's norms by
+    which gradients are added up over the ranks. With sequence parallelism all ranks' values are gathered.
     """
 
     def __init__(self, config: Any, group: torch.distributed.ProcessGroup) -> None:
@@ -54,11 +52,7 @@ def put_head(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None
 
 
 def check_head(model: torch.nn.Module, loss: Loss, args: argparse.Namespace) -> None:
-    """Check that a last stage gives what the loss reads.
-
-    Raises:
-        EppError: the loss reads values and the output layer has a vocabulary, or vice versa; or a setting is of logits.
-    """
+    """Raise `EppError` if a loss of values meets an output layer of a vocabulary or settings of logits, or vice versa."""
     bare: Any = unwrap_model(model)
     layer = getattr(bare, "output_layer", None)
     is_head = outputs_of(layer) == 1

@@ -16,10 +16,7 @@ from megatron_epp.runtime.context import ChunkContext
 
 
 class HeadlessStage(MegatronStage):
-    """The last stage without output layer.
-
-    Its forward returns the input of the output layer. `finish` makes the loss of it, from which the backward of a plan starts.
-    """
+    """The last stage without output layer: its forward returns that layer's input, of which `finish` makes the loss."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -57,12 +54,10 @@ class HeadlessStage(MegatronStage):
         return self._outputs[chunk].detach().flatten(0, 1)
 
     def finish(self, chunk: int, inputs: ChunkInputs, losses: Tensor, gradient: Tensor | None) -> None:
-        """Sum the losses of a chunk's tokens as Megatron does, for the report and for the backward.
+        """Sum the losses of the tokens that have passed the output layer, ``[rows]``, for the report and for the backward.
 
-        Args:
-            losses: of the tokens that have passed the output layer, ``[rows]``.
-            gradient: of the output layer's input for tokens of weight one, ``[rows, hidden]`` in fp32; with tensor parallelism
-                this rank's part of it. None if no backward follows.
+        `gradient` is that of the layer's input for tokens of weight one, ``[rows, hidden]`` in fp32, or this tensor-parallel
+        rank's part of it; None if no backward follows.
         """
         # Called at N, ahead of the backward, which then starts at this loss and finds the gradient in `_Losses`.
         output, mask, rows = self._outputs[chunk], inputs.loss_mask, inputs.rows
@@ -78,7 +73,7 @@ class HeadlessStage(MegatronStage):
             del self._finished[chunk]
 
     def _of_own_tokens(self, gradient: Tensor, rows: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        """Add up the tensor-parallel ranks' parts of a gradient, in fp32; return it and its rows in this rank's output."""
+        """Sum the tensor-parallel ranks' parts of a gradient in fp32, and return that and its rows in this rank's output."""
         group = mpu.get_tensor_model_parallel_group()
         if group.size() == 1:
             return gradient, rows

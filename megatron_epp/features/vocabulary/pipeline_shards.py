@@ -1,7 +1,6 @@
 """Handlers of the operations of vocabulary shards (`plan.vocabulary_operations`) on one rank: S, N, T and their collectives.
 
-The collectives have communicators of their own. The broadcast is asynchronous, and the reductions, with what is computed
-between them, run on a side stream (on CPU, in a thread), so that both are overlapped with compute, as plans predict.
+The asynchronous broadcast, and reductions on a side stream (on CPU, a thread), have communicators of their own, to overlap.
 """
 
 from __future__ import annotations
@@ -66,8 +65,6 @@ class Rank(Protocol):
 
 @dataclass(slots=True)
 class _State:
-    """A chunk between its broadcast and its last operation on this rank."""
-
     targets: Targets
     x: Tensor  # what is broadcast; from `S` on the input of the output layer
     work: dist.Work | None  # the broadcast, until `S`
@@ -145,7 +142,7 @@ class PipelineShards:
 
     @torch.no_grad()
     def _reduce(self, state: _State, begin: Callable[[], Callable[[], None]]) -> None:
-        """Combine the ranks' statistics, and reduce the input's gradient in fp32; `begin` starts to time the collectives."""
+        """Combine ranks' statistics, and reduce the input's gradient in fp32; `begin` starts to time that."""
         logits, groups, ended = state.logits, self._groups, begin()
         assert logits is not None  # S has run
         summary, most = logits.summary, logits.summary.most.clone()

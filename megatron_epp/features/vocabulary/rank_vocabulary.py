@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 
 class RankVocabulary(RunFeature):
-    """A rank's shard of the output layer during training.
-
-    Args:
-        tied_group: of the pipeline, for the embedding's rows; None if the output layer is not tied to it.
-    """
+    """A rank's shard of the output layer during training. Without the pipeline's `tied_group` the embedding is not tied."""
 
     adds_gradients = True
 
@@ -92,7 +88,6 @@ class RankVocabulary(RunFeature):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that chunks hold now because of their shard."""
         return 0 if self._shards is None else self._shards.num_bytes
 
     # What the runtime's shards need (`pipeline_shards.Rank` and `LastStage`).
@@ -152,7 +147,6 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _gathered(rows: Tensor | None, part: Tensor) -> Tensor:
-    """Gather the parts of tensor-parallel ranks, and take rows of the whole."""
     group = mpu.get_tensor_model_parallel_group()
     whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
@@ -167,11 +161,8 @@ def end_without_head(run: Run, models: Sequence[torch.nn.Module], ends: StageEnd
 def rank_vocabulary(run: Run) -> RankVocabulary:
     """Return this rank's part of vocabulary parallelism. Every rank of the job must call this.
 
-    Communicators have the same options as links, and each is used once on every rank here, since NCCL makes a communicator on
-    its first use.
-
-    Raises:
-        EppError: a parameter is frozen, since a shard does not know what was done with the weight whose place it takes.
+    Communicators have the options of links. Each is used once here, since NCCL makes a communicator on its first use. Raises
+    `EppError` for a frozen parameter: a shard does not know what was done with the weight that it replaces.
     """
     models = [stage.model for stage in run.stages.values()]
     if any(from_each_of_job(any(not parameter.requires_grad for model in models for parameter in model.parameters()))):

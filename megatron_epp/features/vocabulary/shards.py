@@ -1,11 +1,8 @@
 """Cross entropy of an output layer whose rows are divided over ranks: what one rank computes of it, without communication.
 
-`logits_pass` runs ahead of any exchange. It returns statistics of the rank's logits, and its part of the gradient of the
-layer's input without the label's own term, relative to the rank's largest logit. When all ranks' statistics have been combined
-(`ShardSummary.combined`), `scale_part` completes the part, and `weight_gradient` computes the gradient of the rank's rows.
-
-The label's term has the coefficient ``p - 1`` for its probability ``p``. It is computed from log-probabilities, not as the
-difference of two sums that nearly cancel where the model is certain of the label.
+`logits_pass` runs ahead of any exchange. Its part of the gradient of the layer's input is relative to the rank's largest logit,
+until `scale_part` completes it with all ranks' statistics. The label's term of that gradient, ``p - 1`` for its probability
+``p``, is made from log-probabilities: a difference of two sums would nearly cancel where the model is certain of the label.
 """
 
 from __future__ import annotations
@@ -67,8 +64,6 @@ class ShardSummary:
 
 @dataclass(slots=True)
 class Logits:
-    """Result of `logits_pass`."""
-
     summary: ShardSummary
     # ``exp(logits - most) @ weight`` without the label's term, ``[tokens, in]`` in fp32; None if no gradient is wanted
     part: Tensor | None = None

@@ -1,8 +1,8 @@
 """Input embedding of a model whose output layer is tied to it and divided over the pipeline ranks.
 
-The shards are the parameters. Before an iteration's first forward they send their rows to the first stage, which computes
-with the whole table. After the last backward the first stage sends each shard the gradient of its rows, in fp32, before
-gradients are reduced over data-parallel ranks. This takes the place of Megatron's all-reduce of two whole copies' gradients.
+The shards are the parameters. Before an iteration's first forward they send their rows to the first stage, which after the last
+backward sends each the gradient of its rows, in fp32, before data-parallel reductions. Megatron all-reduces gradients of two
+whole copies.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from megatron_epp.features.vocabulary.vocabulary_shard import VocabularyShard
 
 
 class TiedTable:
-    """Exchange of the embedding's rows and gradients between the first stage and the shards.
-
-    Args:
-        table: the first stage's word embeddings, without a weight; None on other ranks.
-        ranks: global ranks of the pipeline; the first stage is on the first.
-    """
+    """Exchange of the embedding's rows and gradients between shards and the first stage, whose `table` has no weight."""
 
     def __init__(self, shard: VocabularyShard, table: Any, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         self._shard, self._table, self._ranks, self._group = shard, table, tuple(ranks), group
@@ -83,7 +78,6 @@ class TiedTable:
         return slice(rows.start, rows.stop)
 
     def _rows_of_others(self, whole: Tensor) -> list[tuple[int, Tensor]]:
-        """Return the global rank of every rank but the first, with its rows."""
         return [(rank, whole[self._rows(position)]) for position, rank in enumerate(self._ranks) if position > 0]
 
     @staticmethod

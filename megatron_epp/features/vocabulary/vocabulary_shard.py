@@ -1,11 +1,9 @@
 """Division of a model's output layer over the pipeline ranks, when Megatron has built the rank's model chunks.
 
-Each rank's shard is a submodule of its first model chunk, under the name of the output layer. So data parallelism, optimizers
-and checkpoints treat its rows as they treat the output layer's weight. The last stage then ends with its hidden states.
-Megatron itself draws the first weights, and the rank that has them sends the others their rows.
-
-If the output layer is tied to the embedding, the shards are the only parameters, and the first stage computes with a copy of
-all rows (`tied_table`).
+A shard is a submodule of its rank's first model chunk, under the output layer's name, so data parallelism, optimizers and
+checkpoints treat its rows like that layer's. The last stage ends with its hidden states. Megatron draws the first weights,
+which are sent to their ranks. If the output layer is tied to the embedding, the shards are the only parameters, and the first
+stage computes with a copy of all rows (`tied_table`).
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class Vocabulary:
         position: pipeline rank of this process.
         first_row: number of the tensor-parallel rank's first row in the whole vocabulary.
         entries: of the whole vocabulary, padded.
-        is_tied: the embedding has the same weights.
     """
 
     rows: tuple[range, ...]
@@ -53,7 +50,6 @@ class Vocabulary:
 
     @property
     def own(self) -> range:
-        """Rows of this rank."""
         return self.rows[self.position]
 
     @property
@@ -63,11 +59,7 @@ class Vocabulary:
 
 
 class VocabularyShard(torch.nn.Module):
-    """Rows of an output layer.
-
-    Args:
-        rows: ``[rows, hidden]``.
-    """
+    """Rows of an output layer, ``[rows, hidden]``."""
 
     def __init__(self, rows: torch.Tensor, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -107,11 +99,8 @@ _chunks: list[weakref.ref[Any]] = []
 def divide_output_layer(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     """Take the output layer out of a model chunk, and give the rank's first chunk its shard when the last chunk is built.
 
-    Call this function with every model chunk, as soon as Megatron has built it. With the last one it is a collective call of
-    the pipeline's ranks.
-
-    Raises:
-        EppError: the output layer or the loss is not Megatron's, or cannot be divided.
+    To be called with every model chunk as soon as Megatron has built it; with the last one, all ranks of the pipeline
+    communicate. Raises `EppError` if the output layer or the loss is not Megatron's, or cannot be divided.
     """
     placement = placement_of(args)
     if model.post_process and (reason := _obstacle(model)):
@@ -143,7 +132,6 @@ def divide_output_layer(model: Any, args: argparse.Namespace, vp_stage: int | No
 
 
 def _take_whole(chunks: Sequence[Any], is_tied: bool) -> torch.Tensor | None:
-    """Remove the weights that shards replace from a rank's model chunks; return one of them, if the rank has any."""
     whole = None
     for chunk in chunks:
         if chunk.post_process:
@@ -160,7 +148,6 @@ def _take_whole(chunks: Sequence[Any], is_tied: bool) -> torch.Tensor | None:
 
 
 def _no_state(*_: Any, **__: Any) -> dict[str, ShardedTensor]:
-    """Return the state of an embedding whose weight is in shards: nothing."""
     return {}
 
 

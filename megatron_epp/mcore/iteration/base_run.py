@@ -80,7 +80,7 @@ class Run:
     problem: Problem
     """Planning problem of every batch, without its lengths, since `settle`."""
     costs: PipelineCosts | None = None
-    """Costs of the pipeline; None before `settle`, and if the schedule needs no plans."""
+    """None before `settle`, and if the schedule needs no plans."""
     learnt_with: dict[str, Any] | None = None
     """Flags and model that learnt costs depend on; None if none are learnt."""
     saved_costs: KeptCosts | None = None
@@ -91,17 +91,13 @@ class Run:
     """Comparison of iterations with their plans; None before `settle`, and if times are by formula."""
 
     features: tuple[RunFeature, ...] = ()
-    """Features of the run, since `connect`."""
     loss: Loss | None = None
     """A loss of the user's, which our own stages compute; None for Megatron's, and where the caller's step has its loss."""
     own_inputs: OwnInputs | None = None
-    """A caller's function that makes the first stage's input rows; None for the embedding's."""
     plan_wait_us = 0.0
-    """Time spent waiting for the last plan, in microseconds."""
     peak_text = ""
     """Line with the peaks of the first plan and the parts of the highest, until it is logged."""
     report_folder: ReportFolder | None = None
-    """Files of --epp-report-dir, on the first rank; None without it."""
 
     names: Names = TRAINING
     """Names of settings, in errors and logs, for who started the run."""
@@ -123,7 +119,6 @@ class Run:
         self.run_id = made_by_first(lambda: _hold_folders(args))
         self.iteration: int = args.iteration
         self.batches_seen: list[tuple[int, ...]] = []
-        """Lengths of the first planned batches that were logged, on this replica."""
         self.totals = Totals()
         """Sums over the logged iterations, on the last rank."""
         self.reports = Reports()
@@ -149,8 +144,7 @@ class Run:
     def telling_others(self, unless: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Tell all ranks of the job why this one fails; if another rank's failure is the cause, raise an `EppError` with it.
 
-        Args:
-            unless: errors that every other rank raises as well, so that none waits for this one.
+        Errors of `unless` are raised by every other rank as well, so that none waits for this one.
         """
         try:
             yield
@@ -184,10 +178,8 @@ class Run:
         self.features = tuple(filter(None, (make(self) for make in targets(self.asked, "run"))))
 
     def check_trained(self) -> None:
-        """Warn where a program has frozen or freed parameters since `connect`, which costs do not follow.
-
-        Raises:
-            EppError: a stage trains whose backwards compute no gradients, as nothing trained there or ahead of it.
+        """Warn where a program has frozen or freed parameters since `connect`, which costs do not follow. Raises `EppError` if
+        a stage trains whose backwards compute no gradients, as nothing trained there or ahead of it.
         """
         for number, stage in self.stages.items():
             now, before = _num_trained(stage), self._trained[number]
@@ -278,12 +270,9 @@ class Run:
         complete: Callable[[PipelineCosts], PipelineCosts] = lambda costs: costs,
         note: str = "",
     ) -> PipelineCosts:
-        """Fit costs to what all ranks have recorded, keep them with checkpoints, and return them.
+        """Fit costs to what all ranks have recorded, keep them with checkpoints, and return them with what `complete` adds.
 
-        Args:
-            plan: of the last recorded iteration; None if this rank's replica ran none.
-            keeps_weights: see `fitted_costs`.
-            complete: adds what is not fitted.
+        `plan` is that of the last recorded iteration; None if this replica ran none. For `keeps_weights` see `fitted_costs`.
         """
         assert self.costs is not None  # since `settle`
         before, everyone = self.costs, from_each_of_job(learner.learnt)
@@ -337,11 +326,7 @@ def lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
 
 
 def _hold_folders(args: argparse.Namespace) -> str:
-    """Keep other runs out of the folders that this one writes to, and return its identifier.
-
-    Raises:
-        EppError: another run has one of the folders.
-    """
+    """Keep other runs out of this one's folders, and return its identifier. Raises `EppError` if another has one of them."""
     run = new_run_id()
     for folder in {getattr(args, "save", None), args.epp_report_dir} - {None}:
         hold(folder, run)

@@ -31,12 +31,9 @@ from megatron_epp.runtime.upload import Upload, Uploader
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """Inputs of a rank for all chunks of a batch.
+    """Inputs of a rank for all chunks of a batch; `chunks` are empty on a rank whose stages read none.
 
-    Attributes:
-        upload: by which they come to the device.
-        chunks: inputs of each chunk; empty on a rank whose stages read none.
-        sequence_ends: int64 ``[sequences + 1]``, offsets of the batch's sequences when they are laid one after the other.
+    `sequence_ends` are int64 ``[sequences + 1]``: offsets of the batch's sequences when they are laid one after the other.
     """
 
     upload: Upload
@@ -50,8 +47,6 @@ class BatchInputs:
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """Program of a rank for a planned batch, and its inputs, which are on their way to the device."""
-
     program: Program
     inputs: BatchInputs
 
@@ -65,15 +60,12 @@ class RankInputs:
     """Reads what a rank's stages need of a batch, and uploads it, by one copy. Its methods may be called in any thread.
 
     Attributes:
-        uploader: of the rank's device.
-        context_parallel: how ranks share a chunk's tokens.
         reads_tokens: the rank has the first or the last stage.
         rows_of: on a rank with labels, the rows of a chunk; None on other ranks.
         depths: of multi-token prediction on this rank.
         of_loss: what a loss of the user's asks for on this rank; None without one.
         of_inputs: what the rank's stages read of samples; its columns are for a function on the first stage.
-        sequence_part: this rank's number, and the number of ranks, that share the tokens of a context-parallel rank outside of
-            attention.
+        sequence_part: this rank among those that share a context-parallel rank's tokens outside of attention, and their number.
     """
 
     uploader: Uploader
@@ -91,9 +83,8 @@ class RankInputs:
         return self.reads_tokens or self.of_inputs.axes > 1
 
     def prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
-        """Prepare a rank's part of a planned batch, whose lowered actions are given; start to upload what it reads.
-
-        Raises `EppError`, or an error of the operating system, if the tokens cannot be read.
+        """Prepare a rank's part of a planned batch with these lowered actions, and start to upload what it reads. Raises
+        `EppError`, or an error of the operating system, if the tokens cannot be read.
         """
         assert batch.plan is not None
         program = program_of(batch.plan, actions)
@@ -111,12 +102,9 @@ class RankInputs:
         tables: Sequence[SegmentTable] = (),
         replays: bool = False,
     ) -> BatchInputs:
-        """Start to upload the inputs of chunks.
+        """Start to upload the inputs of chunks, and the offsets of segment `tables`.
 
-        Args:
-            arrays: of each chunk; not read where no stage of the rank needs them.
-            tables: segment tables, whose offsets come to the device with them.
-            replays: the arrays are read also where only routers need them, which replay their routes.
+        Arrays are read where stages of the rank need them, and with `replays` where only routers do, to replay their routes.
         """
         positions = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]
         reads = self.reads_positions or self.rows_of is not None or replays
@@ -136,7 +124,6 @@ class RankInputs:
         return BatchInputs(upload, chunks, ends)
 
     def _columns(self, arrays: ChunkArrays) -> tuple[Tensor | None, ...]:
-        """Return the values of a chunk's `ChunkInputs`, on the CPU."""
         own = arrays.part(self.context_parallel.shard(len(arrays.tokens)))
         whole = () if arrays.of_inputs is None else _whole(arrays.of_inputs)
         part, parts = self.sequence_part
@@ -172,9 +159,7 @@ def _whole(of_inputs: InputArrays) -> tuple[Tensor, ...]:
 
 
 def _inputs_of(columns: list[Tensor | None], of_inputs: InputArrays | None, layers: Sequence[int]) -> ChunkInputs:
-    """Return the inputs of a chunk, given its columns on the device, those of a caller's function on the CPU, and the layers
-    that routes are of.
-    """
+    """Return a chunk's inputs, from its columns on the device, a caller's on the CPU, and the layers that routes are of."""
     routes, tokens, position_ids, labels, loss_mask, rows, *more = columns
     parts = more[:_AHEAD], more[_AHEAD : _AHEAD + _OF_LOSS], more[_AHEAD + _OF_LOSS :]
     ahead, of_loss, whole = ([column for column in part if column is not None] for part in parts)

@@ -72,12 +72,9 @@ def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callabl
 def forward_backward_elastic(**arguments: Any) -> list[dict[str, torch.Tensor]]:
     """Run one iteration by its plan, called as Megatron's pipeline schedules are (`ScheduleCall`).
 
-    `num_microbatches` is the number of sequences per replica on average: the division of the batch determines how many a
-    replica gets, and the plan how they are cut and packed. The data iterator yields one `GlobalBatch` per call.
-    `forward_step_func` is not called, since it does not take chunks, and is refused unless it is Megatron's own.
-
-    Returns:
-        on the last rank one report, ``{"lm loss": [sum, tokens]}`` (see `report_of`); elsewhere an empty list.
+    `num_microbatches` is the number of sequences per replica on average, and the data iterator yields one `GlobalBatch` per
+    call. `forward_step_func`, which does not take chunks, is not called, and is refused unless it is Megatron's own. Returns
+    one report on the last rank, ``{"lm loss": [sum, tokens]}`` (see `report_of`), elsewhere none.
     """
     call = ScheduleCall(**arguments)
     if call.collect_non_loss_data:
@@ -109,7 +106,6 @@ def forward_backward_elastic(**arguments: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def _raise_not_finite(problem: str) -> None:
-    """Raise an error, which ends all ranks of the job."""
     raise EppError(f"{problem}. Check where these values come from, or leave the token out of the mask")
 
 
@@ -128,10 +124,8 @@ def run_batch(
     Args:
         finish: called after the last backward with the number of tokens, which is 0 on all ranks but the last.
         on_not_finite: called on a rank that has found the loss of a token that is not finite; gradients are without it.
-        reduces: start the reduction of gradients where they are complete.
 
-    Returns:
-        on the last rank the sums to report, elsewhere None; and the report of the iteration, for `finish_batch`.
+    Returns on the last rank the sums to report, elsewhere None; and the report of the iteration, for `finish_batch`.
     """
     # Reports are made while later batches are on the device, where this one's inputs must not be kept.
     report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
@@ -165,7 +159,6 @@ def _of_own_chunks(run: SlicedRun, batch: GlobalBatch) -> str:
 def finish_batch(
     run: SlicedRun, batch: GlobalBatch, loss: torch.Tensor | None, report: IterationReport, forward_only: bool
 ) -> None:
-    """Report a batch that has run, and learn from it."""
     report.log_previous_and_begin(loss)
     if not forward_only:
         run.after(batch, report.recorder)
@@ -196,7 +189,6 @@ def warn_and_clear_untrained(run: SlicedRun, models: Sequence[Any], config: Any,
 def _run_on_rank(
     run: SlicedRun, models: list[torch.nn.Module], batch: GlobalBatch, report: IterationReport, reduces: bool
 ) -> None:
-    """Run this rank's part of the batch's plan, and start the reduction of gradients if it `reduces`."""
     assert batch.plan is not None
     program, inputs = batch.prepared.program, batch.prepared.inputs.chunk
     # Hooks know one backward as the last: a shard has its own, and a chunk without spans gives encoders no gradient.
@@ -214,10 +206,7 @@ def _run_on_rank(
 
 
 def _loss_on_last_rank(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the loss report and the number of tokens on the last rank, where Megatron expects them; elsewhere None and 0.
-
-    They are broadcast if the last stage is on another rank.
-    """
+    """Return the loss report and the number of tokens on Megatron's last rank, from the last stage's; elsewhere None and 0."""
     placement, (any_stage, *_) = run.placement, run.stages.values()
     device = any_stage.message(1)[2]
     num_sums = 2 + (0 if run.loss is None else len(run.loss.logged))

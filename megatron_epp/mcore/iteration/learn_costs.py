@@ -21,19 +21,16 @@ from megatron_epp.runtime.side_thread import SideThread
 _ITERATIONS = WARM_UP + RECORDED
 
 _GRAINS = {WARM_UP + 2: 0.5, WARM_UP + 3: 2.0}
-"""Slices of recorded batches, by number from 1, as a multiple of the fastest plan's. Slices of one grain take equal time, from
-which no fit can tell a pass's fixed time from a token's or a pair's (`cost.timed`). A plan with half or twice the slices is a
-few percent slower, once.
-"""
+"""Slices of recorded batches, by number from 1, as a multiple of the fastest plan's. From slices of one grain, which take equal
+time, no fit can tell a pass's fixed time from a token's or a pair's (`cost.timed`). They cost a few percent, once."""
 
 
 class CostLearning:
     """Measures the first training iterations of a run, which are planned by formulas, and fits costs to them.
 
     Args:
-        fit: fits costs to what the ranks have recorded, given the plan of the last recorded iteration (`Run.fit`).
-        pipeline: any number that the ranks of this rank's pipeline have in common, and no others.
-        is_done: True if an earlier run has learnt the costs.
+        fit: fits costs to what ranks have recorded, given the plan of the last recorded iteration (`Run.fit`).
+        pipeline: a number that the ranks of this rank's pipeline have in common, and no others.
     """
 
     def __init__(self, fit: Callable[[Learner, Plan | None], PipelineCosts], pipeline: int = 0, is_done: bool = False) -> None:
@@ -58,12 +55,9 @@ class CostLearning:
     ) -> PipelineCosts | None:
         """Add a training iteration; return the learnt costs after the last one that is measured, in a collective call.
 
-        Its times are read in a thread while the next iteration runs. Only the last iteration waits for its times.
-
-        Args:
-            plan: None if this rank's replica ran nothing.
-            output_share: of its chunks, on a rank with the output layer or a shard of it.
-            measured: what else `Learner.add` takes.
+        Times are read in a thread while the next iteration runs; only the last iteration waits for them. `plan` is None if this
+        rank's replica ran nothing, and `output_share` of its chunks, on a rank with the output layer or a shard of it.
+        `measured` is what else `Learner.add` takes.
         """
         if self._added is not None:
             self._added.result()  # raises the error with which it ended
@@ -95,15 +89,14 @@ class CostLearning:
 
 
 class LearntPlanner:
-    """Planner of every training batch: by formulas first, and by learnt costs from a certain batch on.
+    """Planner of every training batch: by formulas first, and by learnt costs from `first_batch` on, which waits for them.
 
-    Batches are planned ahead of training, on one rank of every group of replicas. So that all plan with equal costs, learnt
-    costs are used from `first_batch` on, the same in every run; its planning waits until costs are learnt.
+    It is the same batch in every run, so that all ranks that plan ahead, one of every group of replicas, have equal costs.
     """
 
     def __init__(self, lookahead: int) -> None:
         self.first_batch = _ITERATIONS + lookahead + 1
-        """Number of the first training batch that is planned by learnt costs, from 1."""
+        """The number from 1."""
         self._batch = 0  # the last that was planned
         self._planner: BackgroundPlanner | None = None
         self._is_over = threading.Event()
@@ -114,9 +107,8 @@ class LearntPlanner:
         self._is_over.set()
 
     def plan_next(self, by_formula: BackgroundPlanner, problem: Problem) -> PackedPlans:
-        """Plan the next training batch: with `by_formula`, or from `first_batch` on with learnt costs.
-
-        Waits until costs are learnt. Raises `EppError` if training ends meanwhile, and what planning raises.
+        """Plan the next training batch: with `by_formula`, or from `first_batch` on with learnt costs, when these are there.
+        Raises `EppError` if training ends meanwhile, and what planning raises.
         """
         self._batch += 1
         if self._batch < self.first_batch:
@@ -127,9 +119,8 @@ class LearntPlanner:
         return self._planner.plan(problem)
 
     def of_next(self, by_formula: BackgroundPlanner) -> Callable[[Problem], PackedPlans]:
-        """Return what plans the next training batch, by what is learnt now. It never waits: any may be planned ahead of it.
-
-        For calls in the training thread, in which costs are learnt at the same one on all ranks.
+        """Return what plans the next training batch by what is learnt now, without waiting. For calls in the training thread,
+        in which all ranks learn costs at the same call.
         """
         self._batch += 1
         if self._planner is not None:

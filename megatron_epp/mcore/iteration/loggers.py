@@ -22,7 +22,6 @@ def is_due(args: argparse.Namespace, iteration: int) -> bool:
 
 
 def is_written(args: argparse.Namespace, iteration: int) -> bool:
-    """True if a writer of the last rank shows an iteration."""
     has_writer = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
     return has_writer and iteration % args.tensorboard_log_interval == 0
 
@@ -111,7 +110,6 @@ class Totals(NamedTuple):
     bubbles: float = 0.0
 
     def after(self, line: dict[str, Any]) -> Totals:
-        """Return the sums with one more iteration, given its figures."""
         return Totals(self.iterations + 1, self.tokens + line["tokens"], self.bubbles + line["bubble_fraction"]["measured"])
 
 

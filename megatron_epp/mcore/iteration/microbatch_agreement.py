@@ -20,11 +20,10 @@ class LocalShapes(NamedTuple):
     """Microbatches of an iteration, as one rank has found them.
 
     Attributes:
-        shapes: of the microbatches; None if the caller has no data on this rank.
+        shapes: None if the caller has no data on this rank.
         problem: error in finding them; empty if there was none.
         position: of this rank in the pipeline.
         num_bytes: of microbatches that this rank holds on its device during the iteration.
-        replica: number of this rank's replica.
     """
 
     shapes: Shapes | None
@@ -38,8 +37,8 @@ class AgreedShapes(NamedTuple):
     """Microbatches of an iteration, as all ranks that run the same plan know them.
 
     Attributes:
-        shapes: of the microbatches; where replicas that share experts have different ones, shapes with the most tokens and the
-            most pairs of a query and a key that any of them has.
+        shapes: where replicas that share experts have different ones, shapes with the most tokens and the most pairs of a query
+            and a key that any of them has.
         num_bytes: of microbatches on the device throughout the iteration, per pipeline rank; the most of its replicas.
         own: of this replica's microbatches; empty if they are `shapes`.
     """
@@ -50,19 +49,14 @@ class AgreedShapes(NamedTuple):
 
     @property
     def here(self) -> Shapes:
-        """Shapes of this replica's microbatches."""
         return self.own or self.shapes
 
 
 def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
     """Return the iteration's microbatches, known to every rank of a pipeline. A collective call on the CPU.
 
-    Args:
-        group: all ranks that run the same plan: one replica's, or all ranks of replicas that share experts.
-
-    Raises:
-        EppError: on every rank: a rank failed, no rank has data, ranks of a replica have different microbatches, or replicas
-            that share experts different numbers of them.
+    The group is all ranks that run the same plan. Raises `EppError` on every rank if one failed, none has data, ranks of a
+    replica have different microbatches, or replicas that share experts different numbers of them.
     """
     ranks = group.from_each((local, dist.get_rank()))
     if failed := [f"rank {rank}: {sent.problem}" for sent, rank in ranks if sent.problem]:
@@ -93,10 +87,7 @@ def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
 
 
 def _largest(shapes: Shapes) -> Microbatch:
-    """Return the shape of a microbatch with the most tokens and the most pairs that one of these has.
-
-    It is one of them, or has two sequences.
-    """
+    """Return the shape with the most tokens and the most pairs that one of these has: one of them, or two sequences."""
     best = max(shapes, key=lambda shape: (sum(shape.lengths), _pairs(shape.lengths)))
     tokens, pairs = sum(best.lengths), max(_pairs(shape.lengths) for shape in shapes)
     if pairs <= _pairs(best.lengths):

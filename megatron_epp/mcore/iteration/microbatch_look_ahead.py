@@ -35,10 +35,9 @@ class LookAhead(Iterator[Any]):
 
 
 def installed(iterators: Sequence[Any]) -> list[LookAhead] | None:
-    """Put a `LookAhead` beneath each of a rank's iterators, once, and return them; None if one of them is of another kind.
+    """Put a `LookAhead` beneath each of a rank's iterators, once, and return them; None if one is not Megatron's.
 
-    Megatron's own iterators replay an iteration's items by themselves and read new ones from their attribute ``iterable``, so
-    what is seen ahead is not replayed.
+    Megatron's iterators replay items of an iteration, which they read from their attribute ``iterable``; that is not replayed.
     """
     ahead = []
     for iterator in iterators:
@@ -55,10 +54,8 @@ def installed(iterators: Sequence[Any]) -> list[LookAhead] | None:
 class Ahead:
     """Agreement on the shapes of the next iteration between all ranks that run the same plan, behind the launch of this one.
 
-    Every rank must call `begin` and `take` at the same calls of the schedule, with equal counts.
-
-    Args:
-        agree: given this rank's shapes, its error and the items, agrees with the others and starts to plan what is agreed.
+    Ranks must call `begin` and `take` at the same calls of the schedule, with equal counts. Given this rank's shapes, its error
+    and the items, `agree` agrees with other ranks and starts to plan.
     """
 
     def __init__(self, agree: Callable[[Shapes | None, str, list[Any]], AgreedShapes]) -> None:
@@ -67,11 +64,7 @@ class Ahead:
         self._next: tuple[int, list[tuple[LookAhead, int]], AgreedShapes] | None = None
 
     def begin(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> None:
-        """Agree on the next iteration. The present one's microbatches have been taken.
-
-        Args:
-            sources: of the rank's model chunks; none on a rank without data.
-        """
+        """Agree on the next iteration, when this one's microbatches have been taken. Ranks without data have no `sources`."""
         positions = [(source, source.num_taken) for source in sources]
         own, problem, items = None, "", list[Any]()
         try:
@@ -87,12 +80,8 @@ class Ahead:
             self._next = count, positions, self._agree(own, problem, items)
 
     def take(self, sources: Sequence[LookAhead], count: int) -> AgreedShapes | None:
-        """Return what was agreed for the iteration that begins; None, on all ranks, if nothing was agreed.
-
-        Call it before its microbatches are taken.
-
-        Raises:
-            EppError: this rank's iterators are others than at `begin`, or have moved since.
+        """Return what was agreed for the iteration whose microbatches are taken next; None, on all ranks, if nothing was.
+        Raises `EppError` if this rank's iterators are others than at `begin`, or have moved since.
         """
         begun, self._next = self._next, None
         if begun is None or begun[0] != count:

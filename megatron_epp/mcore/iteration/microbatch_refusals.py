@@ -29,11 +29,7 @@ def refuse_router_replay(models: Sequence[torch.nn.Module], order: str) -> None:
 
 
 def refuse_other_turns(config: Any, num_ranks: int, order: str) -> None:
-    """Raise `EppError` where model chunks of a rank would take turns in another order than in Megatron's interleaved schedule.
-
-    Args:
-        num_ranks: of the pipeline, each with several chunks.
-    """
+    """Raise `EppError` where a rank's several model chunks would take turns in another order than in Megatron's schedule."""
     size = getattr(config, "microbatch_group_size_per_vp_stage", None)
     if order == GIVEN and size not in (None, num_ranks):
         raise EppError(
@@ -45,8 +41,7 @@ def refuse_other_turns(config: Any, num_ranks: int, order: str) -> None:
 def refuse_group_sizes(item: Any) -> None:
     """Raise `EppError` for a microbatch that ranks of several replicas share (dynamic context parallelism).
 
-    Megatron's and verl's schedulers of such microbatches write ``local_cp_size``, the number of these ranks, into each. verl
-    leaves Megatron's own setting off, so nothing else tells.
+    Only ``local_cp_size`` in the microbatch tells, the number of these ranks: verl leaves Megatron's own setting off.
     """
     for part in item if isinstance(item, (tuple, list)) else (item,):
         for holder in (part, _value(part, "packed_seq_params")):

@@ -65,7 +65,6 @@ class MicrobatchPlan:
         order: the microbatch of every chunk.
         actions: the lowered actions of this rank.
         plan_digest: of the plan as it was made, for the microbatches that all replicas run it with.
-        planning_us: how long it took to make.
     """
 
     plan: Plan
@@ -76,7 +75,6 @@ class MicrobatchPlan:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of every sequence."""
         return self.plan.lengths
 
     def of(self, shapes: Shapes) -> MicrobatchPlan:
@@ -100,10 +98,8 @@ class MicrobatchRun(Run):
     """A run on microbatches of a script, which run whole. Every rank of the job must create it together.
 
     The first training iterations run the microbatches in the script's order, in 1F1B, and are measured; then plans are made
-    from what was measured, unless an earlier run of the same model has learnt its costs.
-
-    Args:
-        loaded: costs that earlier runs have learnt; without any, they are read in the folder of the loaded checkpoint.
+    from what was measured, unless an earlier run of the same model has learnt its costs. Without `loaded` ones, they are read
+    in the folder of the loaded checkpoint.
     """
 
     stages: dict[int, MicrobatchStage]
@@ -151,7 +147,7 @@ class MicrobatchRun(Run):
         return agree_on_shapes(LocalShapes(shapes, problem, self.rank, num_bytes, self.replica), self.links.control)
 
     def plan_of_call(self, agreed: AgreedShapes, forward_only: bool) -> MicrobatchPlan | None:
-        """Return the plan for a call of the schedule; None where it has no microbatches. A collective call, like `planned`.
+        """Return the plan for a call of the schedule; None if it has no microbatches. A collective call.
 
         An iteration that Megatron's rerun machine repeats has the plan of the first time, whatever was learnt from that.
         """
@@ -163,7 +159,7 @@ class MicrobatchRun(Run):
     def planned(self, agreed: AgreedShapes, forward_only: bool) -> MicrobatchPlan | None:
         """Return this replica's plan for microbatches of given shapes. A collective call at their first use.
 
-        The first rank of the group makes it, in a process, so that planning takes no time from the interpreter that trains.
+        A process makes it on the group's first rank, so that planning takes no time from the interpreter that trains.
         """
         if not agreed.shapes:
             return None
@@ -179,7 +175,6 @@ class MicrobatchRun(Run):
         return self._plans[key].of(agreed.own) if agreed.own else self._plans[key]
 
     def _begun_or_made(self, key: _Key, agreed: AgreedShapes) -> tuple[PackedPlan, tuple[int, ...]]:
-        """Return the plan that was begun ahead for a key; else make it now."""
         if self._begun is not None and self._begun[0] == key:
             return self._begun[1].result()
         return self._make(agreed, forward_only=key[2])
@@ -192,7 +187,6 @@ class MicrobatchRun(Run):
         return self._can_look_ahead
 
     def _agreed_ahead(self, shapes: Shapes | None, problem: str, items: list[Any]) -> AgreedShapes:
-        """Agree on the next iteration, and start to plan it. A collective call."""
         agreed = self.agreed(shapes, problem, tensor_bytes(items, self.device))
         if self._thread is not None and agreed.shapes and (key := _key(agreed, False)) not in self._plans:
             self._begun = key, self._thread.submit(partial(self._make, agreed, False))
@@ -206,14 +200,8 @@ class MicrobatchRun(Run):
         planned: MicrobatchPlan | None,
         report: IterationReport,
     ) -> tuple[list[Any], torch.Tensor]:
-        """Run all microbatches.
-
-        Args:
-            sources: microbatches of each of this rank's chunks.
-            planned: their plan; None without microbatches: then this replica takes part in the reductions with zeros.
-
-        Returns:
-            what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
+        """Run all microbatches of each of this rank's chunks, whose plan is None without any: then it only reduces zeros.
+        Returns what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
         measures = self.learning.is_recording and not call.forward_only
         reduction = Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, self._options.split_weight)
@@ -272,7 +260,6 @@ class MicrobatchRun(Run):
             raise EppError(text, remedy).with_context(names=self.names)
 
     def _make(self, agreed: AgreedShapes, forward_only: bool) -> tuple[PackedPlan, tuple[int, ...]]:
-        """Plan the microbatches, which ranks hold on their devices throughout."""
         assert self.costs is not None  # since `settle`
         assert self._process is not None  # this rank plans
         problem: Problem = replace(self.problem, forward_only=forward_only)
@@ -288,13 +275,11 @@ class MicrobatchRun(Run):
             return self._process.plan_microbatches(as_given, *asked)
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """Call a function of the formulas with facts of the run, on a rank that plans."""
         assert self._process is not None  # the first rank plans
         ask = self._process.call
         return ask(f"{FORMULAS}:{name}", run_facts(self.args, ask), *args)
 
     def close(self) -> None:
-        """End planning, and wait until background threads have completed their work."""
         try:
             super().close()
         finally:
@@ -332,8 +317,7 @@ class MicrobatchRun(Run):
     def _with_static(self, learnt: PipelineCosts) -> PipelineCosts:
         """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted.
 
-        Bytes that are held only while a pass runs are counted by its tokens, since later microbatches may be longer than the
-        recorded ones.
+        Those that are held only while a pass runs are counted by its tokens: later microbatches may be longer.
         """
         if not self._on_gpu:
             return learnt
@@ -359,11 +343,7 @@ class MicrobatchRun(Run):
 
 
 def _without_recompute(options: Options, why: str, names: Names, *, is_asked: bool) -> Options:
-    """Return a planner's options for layers that it cannot recompute. Raises `EppError` with offload, which needs them.
-
-    Args:
-        is_asked: offload is asked for, and not left to the run.
-    """
+    """Return options for layers that cannot be recomputed. Raises `EppError` if offload is asked for, which needs recompute."""
     if is_asked:
         raise EppError(f"{names['offload']} takes the place of recompute, and plans recompute no layers: {why}")
     if dist.get_rank() == 0:
@@ -372,7 +352,6 @@ def _without_recompute(options: Options, why: str, names: Names, *, is_asked: bo
 
 
 def _tell(plan: Plan, agreed: AgreedShapes, is_learnt: bool) -> None:
-    """Log a plan: number and sizes of microbatches, and the predicted time."""
     predicted, sizes = plan.predicted, [sum(shape.lengths) for shape in agreed.shapes]
     num_layers = max(1, sum(plan.num_layers))  # 0 where no stage has a decoder
     spread = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))

@@ -29,8 +29,8 @@ class Schedule:
     Args:
         arguments: returns Megatron's arguments, or what stands for them, given the rank's model chunks.
         shape_of: finds the shape of a microbatch: a `Microbatch`, or the lengths of its sequences if they are packed.
-        looks_ahead: Megatron's own training loop calls the schedule, and every iteration takes its microbatches from the same
-            iterator, so ranks agree on the next iteration and plan it while the present one runs.
+        looks_ahead: Megatron's own loop calls the schedule, and takes all microbatches from one iterator, so ranks agree on the
+            next iteration and plan it while the present one runs.
     """
 
     def __init__(
@@ -44,10 +44,9 @@ class Schedule:
         self._loaded: tuple[KeptCosts, ...] = ()
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Run one call of the schedule by a plan, with the arguments (`ScheduleCall`) and results of Megatron's own.
+        """Run a call of the schedule by a plan, with the arguments (`ScheduleCall`) and results of Megatron's own.
 
-        Raises:
-            EppError: an argument cannot be honoured, or microbatches are missing, differ between ranks or have no lengths.
+        Raises `EppError` for arguments that cannot be honoured, and microbatches that are missing, unequal or without lengths.
         """
         call = ScheduleCall(**arguments)
         call.check_messages()
@@ -84,10 +83,7 @@ class Schedule:
         return results
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the costs that were learnt, to be kept with a checkpoint: a dictionary for JSON, equal on all ranks.
-
-        While some are still learnt, loaded costs are in it too.
-        """
+        """Return learnt costs, and loaded ones while some are learnt, for a checkpoint: for JSON, and equal on all ranks."""
         learnt = [run.saved_costs for run in self._runs if run.saved_costs is not None]
         is_complete = bool(learnt) and len(learnt) == len(self._runs)
         return to_state(learnt if is_complete else [*learnt, *(costs for costs in self._loaded if costs not in learnt)])
@@ -95,18 +91,14 @@ class Schedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the costs that `state_dict` returned in an earlier run, on every rank and before the schedule's first call.
 
-        They are used if model, parallel layout and machine are the same. Otherwise costs are learnt again, and a warning says
-        why.
-
-        Raises:
-            EppError: the state is something else, or the schedule has been called.
+        If model, parallel layout or machine differ, costs are learnt again, and a warning says why. Raises `EppError` if the
+        state is something else, or the schedule has been called.
         """
         if self._runs:
             raise EppError("learnt costs are loaded before the first call of the schedule, which has been made")
         self._loaded = from_state(state)
 
     def _run_of(self, models: list[torch.nn.Module]) -> MicrobatchRun:
-        """Return the run of these model chunks, made at their first use."""
         for run in self._runs:
             if run.models == models:
                 return run
@@ -119,7 +111,6 @@ class Schedule:
         return run
 
     def close(self) -> None:
-        """End planning, and complete what threads do."""
         for run in self._runs:
             run.close()
         self._runs.clear()
@@ -127,9 +118,8 @@ class Schedule:
     def _taken(
         self, iterators: list[Any], count: int, num_chunks: int
     ) -> tuple[list[Microbatches], tuple[Microbatch, ...] | None, str]:
-        """Take the microbatches of every chunk; return them, their shapes if a chunk has some, and an error instead of raising.
-
-        A rank that raised by itself would leave the others waiting for its shapes.
+        """Take the microbatches of every chunk; return them, their shapes if a chunk has some, and an error instead of raising,
+        which would leave other ranks waiting for this one's shapes.
         """
         sources: list[Microbatches] = []
         if len(iterators) != num_chunks:

@@ -16,17 +16,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megatron_epp.plan import EppError
 
 _DEEPEST = 6
-"""Levels of containers in which tensors of microbatches are looked for: the iteration's chunks, their items, and four more.
-Not measured: deeper levels are seldom parts of a microbatch (see `tensor_bytes`).
-"""
+"""Levels of containers in which tensors of microbatches are looked for: the iteration's chunks, their items, and four more. Not
+measured: deeper levels are seldom parts of a microbatch (see `tensor_bytes`)."""
 
 
 class Microbatch(NamedTuple):
-    """Shape of a microbatch.
-
-    Attributes:
-        lengths: tokens of each sequence; stages exchange hidden states of all of them.
-        rows: second dimension of the hidden states: sequences that are not packed into one row.
+    """Shape of a microbatch: tokens of each sequence, of all of which stages exchange hidden states, and the second dimension
+    of these, the number of `rows` that are not packed into one.
     """
 
     lengths: tuple[int, ...]
@@ -53,14 +49,7 @@ class Microbatches:
 
 
 class Taken(Microbatches):
-    """Microbatches taken from an iterator, all of an iteration at once.
-
-    Args:
-        iterator: the caller's; it gives `count` items.
-
-    Raises:
-        EppError: the iterator ends early.
-    """
+    """Microbatches taken from an iterator, all of an iteration at once. Raises `EppError` if it has fewer than `count`."""
 
     def __init__(self, iterator: Iterator[Any], count: int, shape_of: Callable[[Any], Microbatch]) -> None:
         self._items: list[Any] = []
@@ -82,8 +71,6 @@ class Taken(Microbatches):
 
 
 class _One:
-    """Iterator over a single microbatch."""
-
     def __init__(self, item: Any, index: int) -> None:
         self._items, self._index = [item], index
 
@@ -100,7 +87,6 @@ class _One:
 
 class ByOffset(Microbatches):
     """Microbatches of an iterator with random access: ``get_next(keys)`` reads the one at ``offset`` and advances the offset.
-
     The caller holds them whether or not they are taken, so they have no bytes here.
     """
 
@@ -122,12 +108,10 @@ class ByOffset(Microbatches):
 
 
 def tensor_bytes(items: Any, device: torch.device) -> int:
-    """Return the bytes of tensors on a device, each storage once; tensors without a storage (sparse ones) are not counted.
+    """Return the bytes of a device's tensors in mappings, sequences and objects' attributes, each storage once.
 
-    Args:
-        items: mappings, sequences and objects with tensors as attributes, nested at most `_DEEPEST` times. What lies deeper is
-            more likely the data set or the model, which an item may refer to, than a part of the item.
-        device: with its index, if it is a GPU.
+    Items may be nested `_DEEPEST` times: what lies deeper is more likely the data set or the model, which an item may refer to.
+    Tensors without a storage (sparse ones) are not counted. A GPU is given with its index.
     """
     storages: dict[int, int] = {}
     level = [items]
@@ -141,8 +125,8 @@ def tensor_bytes(items: Any, device: torch.device) -> int:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return the values of a mapping, the items of a sequence, the tensors that one of a subclass wraps (a jagged one, for
-    instance), or the attributes of another object that is no module.
+    """Return a mapping's values, a sequence's items, the tensors that a subclass of tensors wraps (a jagged one, for instance),
+    or the attributes of another object that is no module.
     """
     if is_traceable_wrapper_subclass(value):
         return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
@@ -158,13 +142,8 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Microbatches:
-    """Take the microbatches of an iteration from a caller's iterator.
-
-    Args:
-        iterator: an iterator, an object with ``get_next`` and ``offset``, or None.
-
-    Raises:
-        EppError: the iterator is of another kind, or ends early.
+    """Take the microbatches of an iteration from an iterator, an object with ``get_next`` and ``offset``, or None. Raises
+    `EppError` if the iterator is of another kind, or ends early.
     """
     if iterator is None:
         return Microbatches()
@@ -176,10 +155,8 @@ def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Mi
 
 
 class _Columns:
-    """Columns of a microbatch by name: items of a mapping, or attributes of another object; None where there is none.
-
-    Attributes:
-        tokens: its tokens, ``[sequences, tokens]``, ``[tokens]`` or jagged; None without.
+    """Columns of a microbatch by name: items of a mapping, or attributes of another object; None where there is none. `tokens`
+    are ``[sequences, tokens]``, ``[tokens]`` or jagged.
     """
 
     def __init__(self, item: Any) -> None:
@@ -200,11 +177,8 @@ class _Columns:
 def shape_of(item: Any) -> Microbatch:
     """Find the shape of a microbatch, a mapping or an object, by the first of its columns from which it can be read.
 
-    In a tuple or a list it is found in one of the parts; if these are tensors, in the first, whose shape is ``[sequences,
-    tokens]``.
-
-    Raises:
-        EppError: the item has no such column, or its parts have different shapes.
+    In a tuple or a list it is found in one of the parts, or if these are tensors in the first, ``[sequences, tokens]``. Raises
+    `EppError` if there is no such column, or parts have different shapes.
     """
     if (shape := _shape(item)) is None:
         raise EppError(
@@ -236,7 +210,6 @@ def _described(item: Any) -> str:
 
 def _by_ends(value: Any, columns: _Columns) -> Microbatch | None:
     """Read the ends of packed sequences, ``[sequences + 1]`` or one such row for each row of tokens; -1 marks unused entries.
-
     Tokens behind the last end, which stages exchange too, count as one more sequence.
     """
     rows = _integers(value)
@@ -258,7 +231,6 @@ def _by_lengths(value: Any, columns: _Columns) -> Microbatch | None:
 
 def _by_positions(value: Any, columns: _Columns) -> Microbatch | None:
     """Read where positions begin again at 0; they have the tokens' shape or, with several coordinates, ``[n, *that shape]``.
-
     Several zeros in a row are padding, of one sequence. With a mask of pairs of tokens, a row is one sequence to attention.
     """
     tokens, mask = columns.tokens, columns.get("attention_mask")
@@ -276,7 +248,6 @@ def _by_positions(value: Any, columns: _Columns) -> Microbatch | None:
 
 
 def _by_tokens(value: Any, _: _Columns | None = None) -> Microbatch | None:
-    """Read the shape of tokens; jagged ones are packed."""
     if not isinstance(value, Tensor):
         return None
     if value.is_nested:
@@ -286,12 +257,11 @@ def _by_tokens(value: Any, _: _Columns | None = None) -> Microbatch | None:
 
 
 def _by_parameters(value: Any, columns: _Columns) -> Microbatch | None:
-    """Read the ends of sequences in the packed-sequence parameters for attention."""
     return next((_by_ends(ends, columns) for name in _ENDS if (ends := getattr(value, name, None)) is not None), None)
 
 
 def _integers(value: Any) -> list[list[int]]:
-    """Return integers as rows: of a tensor or an array with up to two dimensions, or of a sequence; none of anything else."""
+    """Return rows of integers of a tensor or array with up to two dimensions, or a sequence; none of anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, (tuple, list)):
         return []

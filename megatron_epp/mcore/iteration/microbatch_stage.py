@@ -32,11 +32,8 @@ from megatron_epp.runtime.context import ChunkContext
 class MicrobatchStage:
     """One model chunk of a caller. Implements `runtime.context.Stage` by Megatron's own forward and backward steps.
 
-    Args:
-        model: the model chunk as the caller built and wrapped it.
-        config: its `TransformerConfig`.
-        virtual_stage: number of the chunk on its rank; None if the rank has one.
-        shards: ranks that share the tokens of the hidden states, by sequence and context parallelism.
+    `virtual_stage` is the number of the chunk on its rank; None if that has one. `shards` ranks share the tokens of the hidden
+    states, by sequence and context parallelism.
     """
 
     has_gradient = True
@@ -90,14 +87,7 @@ class MicrobatchStage:
         reduce_gradients: Callable[[], None],
         tracker: SavedTensorTracker,
     ) -> None:
-        """Start an iteration.
-
-        Args:
-            shapes: of every microbatch, in the caller's order.
-            order: the microbatch of every chunk of the plan.
-            before_last_gradient, reduce_gradients: see `runtime.context.Stage`.
-            tracker: counts what is kept for backward.
-        """
+        """Start an iteration: `order` has the microbatch of every chunk of the plan, `shapes` are in the caller's order."""
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self._tracker = tracker
@@ -122,7 +112,6 @@ class MicrobatchStage:
         self._num_recomputed = 0
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Any:
-        """Run the caller's forward step on a microbatch, and on the last stage its loss."""
         index, call = self._order[context.chunk], self._call
         store: list[Any] = []
         before, self._num_recomputed = self._tracker.kept_bytes(), context.recompute.num_layers
@@ -163,7 +152,6 @@ class MicrobatchStage:
             self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + self._tracker.kept_bytes() - before
 
     def weight(self, chunk: int) -> None:
-        """Compute the weight gradients that a microbatch's backward has delayed."""
         assert self.weights is not None  # it kept them
         self.weights.run(chunk)
 
@@ -182,13 +170,11 @@ class MicrobatchStage:
         return dtype
 
     def _run_layer(self, number: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer. As many first layers as the plan says recompute in full."""
         if number >= self._num_recomputed or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         return run_again(_as_now(run, self._device.type), args, kwargs, self._in_fp8)
 
     def _shape(self, index: int) -> tuple[int, int, int]:
-        """Shape of a microbatch's hidden states, ``[tokens of a row / shards, rows, hidden]``."""
         shape = self._shapes[index]
         return sum(shape.lengths) // shape.rows // self._shards, shape.rows, self.config.hidden_size
 
@@ -208,7 +194,6 @@ class MicrobatchStage:
 
 
 def _as_now(run: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return a function that runs another under the autocast in force now, because a backward runs outside of it."""
     if not torch.is_autocast_enabled(device):
         return run
     dtype = torch.get_autocast_dtype(device)

@@ -17,12 +17,12 @@ class Reduction:
 
     Megatron sets `config.no_sync_func` to the chunks' own `no_sync` if reduction may overlap with compute
     (`--overlap-grad-reduce`); otherwise finalisation reduces, unless `config.grad_sync_func` is set alone. A framework that
-    sets another function may reduce later, after several calls of the schedule, so that nothing is started for it here.
-    Reduction is started in one of two ways. *By hooks*, bucket by bucket during the last backward: on the first stage, if
-    it is the rank's only one and weight gradients are not split, because no gradient has to be sent after it, and where
-    there is no function that starts it. *At once*, by the plan's `REDUCE`: in all other cases, among them chunks with a
-    vocabulary shard, whose weight gradient belongs to no backward. There, a reduction started by hooks would precede the
-    stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
+    sets another function may reduce after several calls of the schedule, so that nothing is started for it here. Reduction is
+    started in one of two ways. *By hooks*, bucket by bucket during the last backward: on the first stage, if it is the rank's
+    only one and weight gradients are not split, because no gradient has to be sent after it, and where there is no function
+    that starts it. *At once*, by the plan's `REDUCE`: in all other cases, among them chunks with a vocabulary shard, whose
+    weight gradient belongs to no backward. There, a reduction started by hooks would precede the stage's last gradient in the
+    device's queue, and that rank's whole pipeline would wait for all replicas.
 
     Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
     stage to the first. The rank's chunks are given by ascending stage.
@@ -32,7 +32,7 @@ class Reduction:
     reduced last, when the rank has no compute left; experts' gradients are reduced on another communicator.
 
     Megatron reads from the device whether a gradient is NaN before it reduces it (`check_for_nan_in_grad`). In the middle of a
-    plan the host would lose its lead over the device, so those checks, of norms from before the reduction, are made at the end.
+    plan the host would lose its lead over the device, so those checks are made at the end.
     """
 
     def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
@@ -128,11 +128,8 @@ def _later(checks: list[Callable[[], None]]) -> Iterator[None]:
 def gather_parameters(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
     """Start the all-gathers of all chunks' parameters, the first stage first, where Megatron overlaps them with compute.
 
-    Otherwise the first forward of every stage would start its own, and wait for it (`--overlap-param-gather`).
-
-    Args:
-        config: of the model; Megatron sets `param_sync_func` after the first iteration.
-        chunks: of the rank, by ascending stage.
+    Otherwise the first forward of every stage would start its own, and wait for it (`--overlap-param-gather`). Megatron sets
+    `param_sync_func` of its `config` after the first iteration. Chunks are by ascending stage.
     """
     for synchronise, chunk in zip(one_each(config.param_sync_func, chunks), chunks, strict=False):
         synchronise(chunk.parameters())

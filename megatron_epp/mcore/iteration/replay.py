@@ -22,9 +22,8 @@ def is_replay() -> bool:
 
 @contextlib.contextmanager
 def numbered_by(index: int) -> Iterator[None]:
-    """Number the results that are validated here by microbatch `index`, not by the order in which microbatches run.
-
-    The machine knows a result by its number in the iteration. After a restart the order of microbatches may be another.
+    """Number the results that are validated here by microbatch `index`: Megatron's machine knows a result by its number in the
+    iteration, and after a restart the order of microbatches may be another.
     """
     machine = _machine()
     if machine is None:

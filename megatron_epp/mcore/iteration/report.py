@@ -60,7 +60,6 @@ class _Nothing(NamedTuple):
 
 
 NOTHING = _Nothing()
-"""The batch of a replica without any."""
 
 
 @dataclass(slots=True)
@@ -68,8 +67,7 @@ class IterationReport:
     """Figures of one iteration, collected on every rank.
 
     The first rank writes them to `--epp-report-dir`; the last passes them to the log and to Megatron's writers. Without that
-    flag, only iterations that the log or a writer shows are collected. Times are read, gathered and written in a thread while
-    the next iteration runs.
+    flag, only iterations that are shown are collected. A thread does the work while the next iteration runs.
     """
 
     run: Run
@@ -93,11 +91,7 @@ class IterationReport:
         return IterationReport(run, batch, run.iteration, collects, start, recorder)
 
     def counts_documents(self, uploaded: torch.Tensor, forward_only: bool) -> None:
-        """Count what stages of documents keep, if memory is measured or the plan has copies to the host.
-
-        Args:
-            uploaded: memory of the batch's inputs, which are on the device throughout and not counted with a chunk.
-        """
+        """Count what stages of documents keep besides inputs, if memory is measured or the plan has copies to the host."""
         run, plan = self.run, self.batch.plan
         if forward_only or not (run.args.epp_measure_memory or any(() if plan is None else plan.copies)):
             return
@@ -139,14 +133,8 @@ class IterationReport:
     ) -> Callable[[], None] | None:
         """Gather the ranks' figures, append a line to ``iterations.jsonl``, and write plan and trace if requested.
 
-        A collective call of the pipeline, in the thread of reports.
-
-        Args:
-            loss: as in `log_previous_and_begin`.
-            costs: by which the batch was planned.
-
-        Returns:
-            function that logs the iteration, on the last rank.
+        A collective call of the pipeline, in the thread of reports. `costs` are those of the plan, and `loss` is as in
+        `log_previous_and_begin`. Returns a function that logs the iteration, on the last rank.
         """
         run, plan = self.run, self.batch.plan
         own = figures | {"events": self.recorder.events(), "elapsed_us": elapsed_us(self.start, end)}
@@ -216,10 +204,7 @@ class IterationReport:
             loggers.write(line)
 
     def _hint(self, plan: Plan, costs: PipelineCosts) -> str:
-        """Return a hint, once, if other layers per stage would have reduced waiting in the first `_BATCHES` iterations.
-
-        Models whose layers differ from each other get no such hint.
-        """
+        """Return a hint, once, if other layers per stage, all equal, would have reduced waiting in the first iterations."""
         run = self.run
         if len(run.batches_seen) == _BATCHES or run.names is not TRAINING:
             return ""

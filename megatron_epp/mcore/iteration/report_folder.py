@@ -32,12 +32,8 @@ Log = Callable[[], None]
 
 
 class ReplicaFigures(NamedTuple):
-    """Figures of an iteration on one of a replica's last ranks, each of which has the losses of its part of the tokens.
-
-    Attributes:
-        sequences, tokens: of the replica's part of the batch.
-        loss_sum: None where the caller's step has the loss.
-        loss_tokens: by which it is divided.
+    """Figures of an iteration on one of a replica's last ranks, each of which has the losses of its part of the tokens:
+    `loss_sum`, which is divided by `loss_tokens`, and is None where the caller's step has the loss.
     """
 
     replica: int
@@ -52,8 +48,8 @@ class Reports:
     """The reports of a run, made in a thread, so that training waits neither for the device nor for other ranks' figures.
 
     At most one is under way. It is made with collectives on groups that nothing else uses, so every rank must begin the same
-    reports in the same order. Its lines are written in the training thread, at the next iteration: TensorBoard and W&B are not
-    made for threads, and W&B drops figures that come after figures of a later step.
+    reports in the same order. The training thread writes its lines at the next iteration: TensorBoard and W&B are not made for
+    threads, and W&B drops figures of earlier steps.
     """
 
     def __init__(self) -> None:
@@ -75,10 +71,7 @@ class Reports:
         return self._last_ranks.from_each(mine)
 
     def begin(self, work: Callable[[], Log | None]) -> None:
-        """Complete the present report, and begin another. `work` may return a function to call in the training thread.
-
-        On a GPU it runs on a stream of its own.
-        """
+        """Complete this report, and begin another on its own stream. `work` may return a call for the training thread."""
         self.complete()
         if self._thread is None:
             self._thread = SideThread("epp-reports")
@@ -100,15 +93,10 @@ def _on_stream(stream: torch.cuda.Stream | None, work: Callable[[], Log | None])
 
 @dataclass(slots=True)
 class ReportFolder:
-    """Folder of the first rank's reports: a line for every iteration, and plan, times and trace of traced iterations.
+    """Folder of the first rank's reports: a line for every iteration, and plan, times and trace of the `traced` ones.
 
-    Reports are diagnostics, so neither a full disk nor a full memory must end a training: what cannot be written is logged once
-    and left out.
-
-    Attributes:
-        path: of the folder, made when the first file is written.
-        run: identifier of the run, which its lines have.
-        traced: iterations whose plan, times and trace are written.
+    It is made for the first file. What cannot be written is logged once and left out: a full disk or memory must not end a
+    training. `run` identifies the run in lines.
     """
 
     path: Path

@@ -36,11 +36,8 @@ def run_plan(
     program: Program,
     inputs: Callable[[int], Any] | None = None,
 ) -> None:
-    """Run this rank's part of a plan, and start the reduction of gradients.
-
-    Args:
-        program: see `Executor`.
-        inputs: of a chunk, for features; None if chunks are a caller's microbatches.
+    """Run this rank's part of a plan, and start the reduction of gradients. For `program` see `Executor`; `inputs` of a chunk
+    are for features, and None if chunks are a caller's microbatches.
     """
     if not plan.forward_only:
         run.check_trained()
@@ -72,7 +69,6 @@ def run_plan(
 
 
 def _pair_runner(plan: Plan, run: Run) -> PairRunner | None:
-    """Return the runner of a rank's steps of two actions; None if it has no such steps, or they run one after the other."""
     if not any(step.also for step in plan.ranks[run.rank]):
         return None
     runner: PairRunner | None = resolve_name(_PAIR_RUNNER)(run.args)

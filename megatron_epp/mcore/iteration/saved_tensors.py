@@ -15,7 +15,7 @@ from megatron_epp.runtime.out_of_memory import Usage, device_usage
 
 
 class SavedTensorTracker:
-    """Counts and offloads what one iteration keeps for backward on one rank.
+    """Counts and offloads what one iteration keeps for backward on one rank, within `context`.
 
     Args:
         parameters: tensors that are not counted.
@@ -23,10 +23,6 @@ class SavedTensorTracker:
         counts: count the tensors that autograd saves.
         other_bytes: bytes held besides, such as cached keys and values.
         measures_shares: measure the share of a chunk's bytes that can be offloaded.
-
-    Attributes:
-        context: to enter around all that builds or frees graphs.
-        offload: offload of activations, for the executor; None without.
     """
 
     def __init__(
@@ -68,10 +64,8 @@ class SavedTensorTracker:
 
 
 class OffloadWithShares(ActivationOffload):
-    """Offload that measures, at each backward, the share of a chunk's kept bytes that only autograd holds.
-
-    Attributes:
-        shares: of the chunks that kept something and offloaded nothing.
+    """Offload that measures, at each backward, the share of a chunk's kept bytes that only autograd holds: of the chunks that
+    kept something and offloaded nothing.
     """
 
     def __init__(self, saved: SavedTensors, host: HostMemory) -> None:

@@ -19,9 +19,8 @@ from megatron_epp.plan import EppError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCall:
-    """Arguments of a call of the schedule, with the names and defaults of Megatron's pipeline schedules.
-
-    `seq_length`, `micro_batch_size` and `decoder_seq_length` are not used: shapes of messages follow from the plan.
+    """Arguments of a call, with the names and defaults of Megatron's pipeline schedules. Lengths and `micro_batch_size` are not
+    used: shapes of messages follow from the plan.
     """
 
     forward_step_func: Callable[..., Any]
@@ -41,17 +40,14 @@ class ScheduleCall:
 
     @property
     def models(self) -> list[torch.nn.Module]:
-        """This rank's model chunks."""
         return self.model if isinstance(self.model, list) else [self.model]
 
     @property
     def iterators(self) -> list[Any]:
-        """Data iterators of the model chunks."""
         return self.data_iterator if isinstance(self.data_iterator, list) else [self.data_iterator]
 
     @property
     def config(self) -> Any:
-        """Configuration of the model."""
         return get_model_config(self.models[0])
 
     @property
@@ -61,9 +57,8 @@ class ScheduleCall:
         return size
 
     def check_messages(self) -> None:
-        """Raise `EppError` for arguments that would send other messages than the plan's, or over another pipeline.
-
-        Plans run on the pipeline of Megatron's parallel state. Megatron's own communicator of it is not used.
+        """Raise `EppError` for arguments that would send other messages than the plan's, or over another pipeline than that of
+        Megatron's parallel state, whose own communicator is not used.
         """
         communicator, obstacle = self.p2p_communicator, ""
         if self.adjust_tensor_shapes_fn is not None:
@@ -86,9 +81,8 @@ def _is_own_pipeline(group: Any) -> bool:
 
 
 def checked_step(call: ScheduleCall, index: int) -> Callable[..., Any]:
-    """Return the caller's forward step of microbatch `index`, whose loss raises `EppError` for what Megatron cannot use.
-
-    Megatron takes a loss with its report, and a number of tokens between them where one is given.
+    """Return the forward step of microbatch `index`, whose loss raises `EppError` for what Megatron cannot use: it takes a loss
+    with its report, and a number of tokens between them where one is given.
     """
 
     def step(*args: Any, **kwargs: Any) -> Any:

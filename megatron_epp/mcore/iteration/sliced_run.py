@@ -51,16 +51,15 @@ _LONGEST = 8
 class SlicedRun(Run):
     """One process's share of a training on documents.
 
-    One rank of every lockstep group plans for all ranks of the group, in the background. It plans the group's shares of the
-    global batch, which every planning rank divides on its own from the same lengths, costs and caps. It is created
-    before the data iterators, whose plans wait until `attach` has learned the model's costs.
+    In the background, one rank of every lockstep group plans the group's shares of the global batch, which all these ranks
+    divide from the same lengths, costs and caps. It is created before the data iterators, whose plans wait until `attach` has
+    the model's costs.
     """
 
     stages: dict[int, MegatronStage]
     learning: CostLearning | None = None
     """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
     learnt_planner: LearntPlanner | None = None
-    """Planner of batches while costs are learnt and afterwards; None as `learning` is."""
     inputs: RankInputs | None = None
     """Upload of batches to this rank's device; None before `attach`."""
     untrained_batches = 0
@@ -68,14 +67,13 @@ class SlicedRun(Run):
     """Tokens of the longest sequence of the training data, on one planning rank until it has looked for a plan; else 0."""
 
     _process: PlanningProcess | None = None
-    """Process that plans; None on ranks that do not."""
     _planner: BackgroundPlanner | None = None
     _planning_ranks: ObjectGroup | None = None
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         self.plans = dist.get_rank() == self.own_ranks[0]
-        """True if this rank plans, which is the first rank of its group."""
+        """The first rank of a group plans."""
         self.loss = None if args.epp_loss is None else resolve_name("megatron_epp.losses:load_loss")(args.epp_loss)
         self._process = early_planning.take() if self.plans and args.epp_schedule == "elastic" else None
         # Set by the training thread in `attach`. The thread of the data iterators waits for it with the first batch.
@@ -156,7 +154,6 @@ class SlicedRun(Run):
                 self.watch.after(plan, recorder)
 
     def ask(self, name: str, *args: Any) -> Any:
-        """Call a function in the planning process, on a rank that has one."""
         assert self._process is not None  # the first rank has one
         return self._process.call(name, *args)
 
@@ -167,10 +164,8 @@ class SlicedRun(Run):
         return BackgroundPlanner(costs, options, self.lockstep_group, self.lockstep_groups, self._process, is_first)
 
     def plan_source(self, forward_only: bool, *, of_batch: bool = False) -> PlanSource:
-        """Return the source of this rank's plans, for training or for evaluation.
-
-        Args:
-            of_batch: it plans a single batch, and is made in the training thread; otherwise one batch after the other.
+        """Return the source of this rank's plans. With `of_batch` it plans a single batch, and is made in the training thread;
+        otherwise one batch after the other.
         """
         plan = None
         if of_batch and self.learnt_planner is not None and self._planner is not None and not forward_only:
@@ -267,7 +262,6 @@ def start(args: argparse.Namespace) -> SlicedRun:
 
 
 def end() -> None:
-    """End the process's run on documents, if there is one."""
     global _run
     if _run is not None:
         _run.close()
@@ -276,7 +270,7 @@ def end() -> None:
 
 
 def current() -> SlicedRun:
-    """Return the process's run on documents. Raises `EppError` if `start` was not called."""
+    """Raises `EppError` if `start` was not called."""
     if _run is None:
         raise EppError("no elastic run was started: train through megatron.training.pretrain with --epp")
     return _run

@@ -27,8 +27,8 @@ from megatron_epp.plan.reading import nearest
 from megatron_epp.runtime.links.objects import from_each_of_job
 
 OF_LOOP = {"distributed_timeout_minutes": 30, "log_interval": 1}
-"""Settings that a program's own loop gives in place of Megatron's flags: the time limit of messages, which is torch's own for
-gloo, and the number of training iterations for one line in the log."""
+"""Settings that a program's loop gives in place of Megatron's flags: the time limit of messages, torch's own for gloo, and the
+number of training iterations for one line in the log."""
 
 
 def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **settings: object) -> Schedule:
@@ -56,14 +56,10 @@ NO_LOOP = {"iteration": 0, "train_iters": UNLIMITED_BYTES}
 
 
 def flags_of(function: str, settings: Mapping[str, object], names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the values of all flags, and of Megatron's that a program's own loop stands for, given its settings.
+    """Return the values of all flags, and of Megatron's that a program's own loop stands for, given the settings of a function.
 
-    Args:
-        function: name of the function that takes the settings, for errors.
-        names: of the settings that it has besides `OF_LOOP`; None for all that training has.
-
-    Raises:
-        EppError: there is no such setting or value, or the installed Megatron's functions take other arguments.
+    These are `names` and `OF_LOOP`; by default all that training has. Raises `EppError` for other settings or values, and if
+    the installed Megatron's functions take other arguments.
     """
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
     own = names or [name.removeprefix("epp_") for name in defaults]
@@ -158,13 +154,9 @@ _OF_MODEL = (
 
 
 def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> argparse.Namespace:
-    """Make a namespace in place of Megatron's arguments, from the parallel state and the model. A collective call.
+    """Make a namespace in place of Megatron's arguments, from `flags_of`, the parallel state and the model. A collective call.
 
-    Args:
-        flags: of `flags_of`.
-
-    Raises:
-        EppError: the model's configuration asks for what a plan cannot honour.
+    Raises `EppError` if the model's configuration asks for what a plan cannot honour.
     """
     config = get_model_config(models[0])
     ordered = copy.copy(config)
@@ -207,5 +199,4 @@ def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> ar
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
-    """True if Megatron's data parallelism shards a model's optimizer."""
     return bool(getattr(getattr(model, "ddp_config", None), "use_distributed_optimizer", False))

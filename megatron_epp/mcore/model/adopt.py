@@ -1,7 +1,6 @@
 """Changes that `--epp` makes to a model while Megatron builds it: our core attention, and rotary angles by position.
 
-They are made in the constructors of Megatron's models, so that they apply whether a config, a `model_provider` or a script of
-the user's calls the constructor.
+They are made in the models' constructors, whether a config, a `model_provider` or a script of the user's calls these.
 """
 
 from __future__ import annotations
@@ -37,15 +36,13 @@ from megatron_epp.plan.placement import Placement
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec", "mtp_block_spec")
 """Constructor parameters through which models receive the specs of their layers."""
 _MIXERS = ("self_attention", "cross_attention", "mixer")
-"""Attributes of Megatron's layers for what mixes tokens."""
 
 
 def construct(args: argparse.Namespace, original: Callable[..., None], *rest: Any, **named: Any) -> None:
     """Call Megatron's constructor of a model, the first of `rest`, so that it builds a model that plans can run.
 
-    Raises:
-        EppError: a core attention is not one of Megatron's, the configuration asks for what slices do not have, or a hybrid
-            model's pattern does not have the placement's stages.
+    Raises `EppError` for a core attention that is not Megatron's, for settings that slices cannot have, and for a hybrid
+    model's pattern without the placement's stages.
     """
     call = bound(original, *rest, **named)
     model = rest[0]
@@ -76,7 +73,6 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
 
 
 def _placed_hybrid(arguments: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
-    """Return the arguments of a hybrid model's constructor that follow the placement: the pattern and the stack's spec."""
     name = next(name for name in HYBRID_PATTERNS if arguments.get(name))
     spec = next(name for name in _SPECS if name in arguments)
     stack = model_chunks.placed_stack(arguments[spec], arguments[name], placement, arguments.get("vp_stage"))
@@ -93,9 +89,8 @@ def check_adopted(model: torch.nn.Module) -> None:
 def number_attentions(model: torch.nn.Module) -> None:
     """Number the attentions of a model chunk, by which the KV cache keeps their keys and values.
 
-    Raises:
-        EppError: a module would mix tokens of different sequences, since only `RelayAttention` keeps a chunk's sequences
-            separate; or an attention is in two layers, whose keys and values would meet.
+    Raises `EppError` if a module would mix tokens of different sequences, which only `RelayAttention` keeps separate, or if an
+    attention is in two layers, whose keys and values would meet.
     """
     names: dict[RelayAttention, str] = {}
     repeated = (block for block in model.modules() if getattr(block, "mtp_use_repeated_layer", False))
@@ -121,7 +116,6 @@ def number_attentions(model: torch.nn.Module) -> None:
 
 
 def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
-    """Return True for a convolution over tokens, and for a module in the place of attention that has no `RelayAttention`."""
     if isinstance(module, torch.nn.Conv1d):
         return module.kernel_size != (1,)
     if name.rpartition(".")[2] not in _MIXERS or isinstance(module, (IdentityOp, torch.nn.Identity)):
@@ -144,10 +138,8 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
 
 
 def relayed(spec: Any) -> Any:
-    """Return a copy of a layer, block or stack spec in which every core attention is `RelayAttention`.
-
-    It depends on the structure, not on the kind of model: every `core_attention` of a dataclass of submodules is replaced.
-    Raises `EppError` if one is not Megatron's.
+    """Return a copy of a layer, block or stack spec in which every `core_attention`, of any model, is `RelayAttention`. Raises
+    `EppError` if one is not Megatron's.
     """
     if isinstance(spec, (list, tuple)):
         return type(spec)(map(relayed, spec))

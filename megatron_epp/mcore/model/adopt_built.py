@@ -1,7 +1,7 @@
 """Changes to a model that another program has built, so that plans can run it and that program goes on as before.
 
-Attention and rotary angles are replaced in place. Within a plan they are those of its chunks; called in another way, by
-evaluation or generation, they are the original ones. Parameters, their names and checkpoints stay as they are.
+Attention and rotary angles are replaced in place, for calls within a plan: evaluation and generation call the original ones.
+Parameters, their names and checkpoints stay as they are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _ATTENTION = "core_attention"
 
 
 def _relay_in(original: Any, owner: Any) -> RelayAttention:
-    """Return our attention for the place of a model's, with its scale and its sinks."""
     config, channels = owner.config, (None, None)
     scale = _scale(original, config)
     if isinstance(owner, MultiLatentAttention):
@@ -49,15 +48,12 @@ def _relay_in(original: Any, owner: Any) -> RelayAttention:
 
 
 def _attend(relay: RelayAttention, original: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
-    """Run our attention for a chunk, and the model's own for all calls outside of a plan."""
     in_plan = isinstance(named.get("packed_seq_params"), ChunkParams)
     return relay.forward(*args, **named) if in_plan else original(*args, **named)
 
 
 def refusal(model: torch.nn.Module, average: Average) -> str:
-    """Return what of a model chunk, wrapped or not, plans cannot run with a loss that is divided so; empty if `adopt_built` can
-    let them.
-    """
+    """Return what of a model chunk plans cannot run with a loss of this average; empty if `adopt_built` can let them."""
     inside = language_model_of(model)
     obstacle = "" if getattr(inside, "has_relay", False) else _refusal(inside)
     obstacle = obstacle or next(router_problems(get_model_config(inside), Door.SLICED_MODEL, average), "")
@@ -65,11 +61,7 @@ def refusal(model: torch.nn.Module, average: Average) -> str:
 
 
 def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
-    """Let plans run a model chunk, for which there is no `refusal`. Does nothing if they can already.
-
-    Args:
-        model: the chunk, wrapped or not; of a multimodal one the language model is changed.
-    """
+    """Let plans run a model chunk, for which there is no `refusal`, or the language model in a multimodal one; only once."""
     bare: Any = language_model_of(model)
     if getattr(bare, "has_relay", False):
         return
@@ -87,7 +79,6 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
 
 def _refusal(model: Any) -> str:
-    """Return what of a model plans cannot run, and what helps; empty if they can run it."""
     if model is None:
         return "it has no decoder of Megatron's"
     config = get_model_config(model)

@@ -1,8 +1,7 @@
 """Output layer and loss of a model without the logits of a whole chunk.
 
 They are computed by blocks of tokens (`--epp-loss-block-tokens`), or by Megatron's kernel that fuses the two
-(`--cross-entropy-fusion-impl linear`). No supported release has that kernel; Megatron's development branch has it, for
-Blackwell, and forks may.
+(`--cross-entropy-fusion-impl linear`), which only its development branch has, for Blackwell.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class AskedOfLogits(NamedTuple):
-    """Properties of a loss of the user's, as `losses.Loss` has them: whether it reads entropies, the temperature that divides
-    logits, and the number of candidates of every token.
-    """
+    """Properties of a loss of the user's, as `losses.Loss` has them."""
 
     has_entropy: bool = False
     temperature: float = 1.0
@@ -49,7 +46,6 @@ class AskedOfLogits(NamedTuple):
 
 
 OF_LABELS = AskedOfLogits()
-"""Properties of a loss that reads log-probabilities of labels only."""
 
 
 class BlockLoss(OfRows):
@@ -58,10 +54,8 @@ class BlockLoss(OfRows):
     Megatron's models pass the output layer's result to `compute_language_model_loss`. Here this is the layer's input. MuP's
     factor on the logits, which is applied in between, then multiplies the input and gives the same logits.
 
-    Attributes:
-        asked: what a loss of the user's asks for.
-        candidates: ``[tokens, asked.candidates]``, of the next forward; in their place labels are taken again if it is None.
-        more: ``[rows, tokens]``, log-probabilities of candidates and entropies, of the last forward; None if not asked for.
+    Candidates of the next forward are ``[tokens, asked.candidates]``; None stands for its labels. Of the last forward `more`
+    has the candidates' log-probabilities and the entropies, ``[rows, tokens]``; None if not asked for.
     """
 
     asked = OF_LABELS
@@ -96,10 +90,7 @@ class BlockLoss(OfRows):
 
     @contextmanager
     def instead(self, rows: Tensor | None = None) -> Iterator[None]:
-        """Return a context in which the model runs a chunk with labels: output layer and loss are replaced inside.
-
-        `rows` are the tokens whose losses are computed, as `trained_rows.rows_to_compute` returns them; others get 0.
-        """
+        """Return a context in which the model computes losses so, of tokens `rows` (`trained_rows.rows_to_compute`), else 0."""
         self._layer.forward, self._model.compute_language_model_loss = self._keep_weight, self._losses
         self._rows = rows
         try:
@@ -116,7 +107,7 @@ class BlockLoss(OfRows):
         output_cross_entropy_loss: bool = False,
         labels: Tensor | None = None,
     ) -> tuple[Tensor, None] | Tensor:
-        """Replace the output layer's `forward`. Given labels, which a layer fused with the loss gets, return the losses."""
+        """Replace the output layer's `forward`. A layer fused with the loss gets labels, and returns the losses."""
         self._weight = self._layer.weight if weight is None else weight
         if output_cross_entropy_loss:
             assert labels is not None
@@ -124,10 +115,7 @@ class BlockLoss(OfRows):
         return input_, None
 
     def _losses(self, labels: Tensor, hidden: Tensor) -> Tensor:
-        """Replace `compute_language_model_loss`.
-
-        `labels` and the result are ``[batch, tokens]``, `hidden` is ``[tokens / shards, batch, hidden]``.
-        """
+        """Replace `compute_language_model_loss`, given ``[batch, tokens]`` and ``[tokens / shards, batch, hidden]``."""
         assert self._weight is not None  # the output layer ran
         layer, group = self._layer, self._layer.tp_group
         if self.asked.temperature != 1.0:
@@ -158,9 +146,8 @@ class BlockLoss(OfRows):
 class FusedLoss:
     """Output layer and loss left to Megatron's fused kernel.
 
-    The kernel's backward holds the logits of a few thousand vocabulary entries for every token at a time, which is less than a
-    layer's own gradients, which plans count. Like the loss by blocks, it recomputes logits and computes the weight's gradient
-    in the backward, not split from it.
+    Its backward recomputes logits and computes the weight's gradient, not split from it. The logits of a few thousand
+    vocabulary entries that it holds at a time are less than a layer's own gradients, which plans count.
     """
 
     obstacle, workspace_bytes = "", 0
@@ -177,10 +164,8 @@ def block_loss(
 ) -> BlockLoss | FusedLoss | None:
     """Choose how a last stage computes its loss without all logits of a chunk; None if they are held all at once.
 
-    All that a loss may ask for beyond log-probabilities of labels needs blocks.
-
-    Raises `EppError` if a block size was requested that is impossible for this model, or Megatron's fused kernel was requested,
-    and neither it nor blocks in its place can run here.
+    What a loss asks for beyond log-probabilities of labels needs blocks. Raises `EppError` for a block size that is impossible
+    for this model, and for Megatron's fused kernel if neither it nor blocks in its place can run here.
     """
     bare = unwrap_model(model)
     if asked != OF_LABELS:
@@ -206,7 +191,6 @@ def block_loss(
 
 
 def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
-    """Return Megatron's fused loss where it is requested, or blocks if they are requested too or the kernel cannot run."""
     block_tokens = block_tokens_of(args, always=True)
     wants_blocks = args.epp_loss_block_tokens != AUTO and block_tokens > 0
     name = names_of(args)["loss_block_tokens"]
@@ -224,7 +208,6 @@ def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
 
 
 def _told(loss: BlockLoss) -> BlockLoss:
-    """Log the block size and the kernel on the first replica; return `loss`."""
     if not mpu.model_parallel_is_initialized() or mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
         how = f"in plain torch, not {loss.passed_over}" if loss.kernel is None else f"by {loss.kernel.name}"
         logger.info("loss by blocks of %d tokens: %s", loss.block_tokens, how)
@@ -232,9 +215,9 @@ def _told(loss: BlockLoss) -> BlockLoss:
 
 
 def block_tokens_of(args: argparse.Namespace, *, always: bool = False) -> int:
-    """Return the tokens of a block by the flags, the same on every rank; 0 for the logits of a whole chunk at once.
+    """Return the tokens of a block, equal on all ranks; 0 for the logits of a whole chunk at once.
 
-    If the flag is ``auto``, `always` means blocks even where a sequence has few logits.
+    With ``auto``, `always` means blocks even where a sequence has few logits.
     """
     longest = sys.maxsize if always else max(args.seq_length, args.epp_chunk_tokens or 0) // args.context_parallel_size
     return loss_block_tokens(args.epp_loss_block_tokens, args.padded_vocab_size // args.tensor_model_parallel_size, longest)
@@ -260,10 +243,9 @@ def loss_obstacle(model: Any) -> str:
 def shard_logits(model: torch.nn.Module) -> None:
     """Make a last stage's output layer return its rank's shard of the logits where Megatron's loss takes it.
 
-    A model built with ``parallel_output=False`` gathers them. Megatron's loss always treats its logits as a rank's shard, so it
-    would count every entry once for each tensor-parallel rank. For a loss of the model's own nothing changes.
-
-    Raises `EppError` if logits are gathered, and Megatron's loss gets them from a layer or a function that is not Megatron's.
+    That loss always treats its logits as a rank's shard. A model built with ``parallel_output=False`` gathers them, so every
+    entry would count once for each tensor-parallel rank. Raises `EppError` if such logits are not from Megatron's layer and
+    function.
     """
     bare: Any = unwrap_model(model)
     layer: Any = getattr(bare, "output_layer", None)

@@ -38,9 +38,8 @@ def relay_of(module: torch.nn.Module) -> RelayAttention | None:
 class ChunkParams(PackedSeqParams):
     """Packed-sequence parameters that carry a chunk's context through Megatron's layers.
 
-    Megatron passes `packed_seq_params` untouched from the model's forward to core attention, and the closure of a recomputed
-    layer keeps it, so that the second forward sees the same chunk as the first. The format stays "sbhd": the branches for "thd"
-    are Megatron's own variable-length path, which supports no prefix.
+    Megatron passes them untouched to core attention, and again when a layer is recomputed. The format stays "sbhd": the
+    branches for "thd" are Megatron's own variable-length path, which supports no prefix.
     """
 
     def __init__(self, context: ChunkContext, ahead: Any = None) -> None:
@@ -52,13 +51,12 @@ class ChunkParams(PackedSeqParams):
 class RelayAttention(torch.nn.Module):
     """Causal attention over the segments of a chunk, with earlier slices' keys and values from the KV cache.
 
-    Replaces `DotProductAttention` and Transformer Engine's attention, with their names of parameters. Under context parallelism
-    heads are exchanged for tokens (`runtime.attention.context_parallel`), whatever ``cp_comm_type`` says.
+    Replaces Megatron's and Transformer Engine's attention, with their names of parameters. Under context parallelism heads are
+    exchanged for tokens (`runtime.attention.context_parallel`), whatever ``cp_comm_type`` says.
 
-    Keys and values are cached by `number`, which `adopt.number_attentions` makes unique in the model chunk: Megatron's own
-    numbers of layers begin again in the layers of multi-token prediction. Where one of those runs at every depth, its numbers
-    of two depths are `stride` apart. `attend` is `chunk_attention`, or takes what a kind of layers hands on instead of keys and
-    values.
+    The cache's `number` is unique in the model chunk (`adopt.number_attentions`), unlike Megatron's numbers of layers, which
+    begin again in multi-token prediction. A layer that runs at all of its depths has numbers `stride` apart. `attend` is
+    `chunk_attention`, or takes what a kind of layers hands on instead of keys and values.
     """
 
     attend: Callable[..., Tensor] = staticmethod(chunk_attention)
@@ -129,8 +127,7 @@ class RelayAttention(torch.nn.Module):
     ) -> Tensor:
         """Return the attention output of a chunk's tokens on this rank, ``[tokens, 1, query_heads * value_channels]``.
 
-        `query` and `key` are ``[tokens, 1, heads, channels]``, `value` is ``[tokens, 1, kv_heads, value_channels]``; latent
-        attention leaves the second dimension out. `packed_seq_params` is a `ChunkParams`.
+        Arguments are ``[tokens, 1, heads, channels]``; latent attention leaves the second dimension out.
         """
         if not isinstance(packed_seq_params, ChunkParams):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")

@@ -97,10 +97,7 @@ def build_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> torch.nn.Module:
-    """Build one model chunk as the command line describes it, for releases that do not build it themselves (0.18).
-
-    The parameters are the same as of Megatron's ``model_provider``; without `config`, the command line's is used.
-    """
+    """Build a model chunk as the command line, or `config`, describes it, for releases that do not do it themselves (0.18)."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
     shared = {
@@ -161,10 +158,7 @@ def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
 
 
 def pretrain() -> None:
-    """Train the GPTModel, or with `--hybrid-layer-pattern` the HybridModel, that the command line describes.
-
-    It calls `megatron.training.pretrain` as currently patched.
-    """
+    """Train the model that the command line describes, by `megatron.training.pretrain` as currently patched."""
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}  # as in Megatron's own script
     kind = ModelType.encoder_or_decoder
     args = arguments.parse_and_validate_args(args_defaults=defaults)

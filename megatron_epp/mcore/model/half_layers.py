@@ -1,8 +1,7 @@
 """Layers of a stage that begins or ends inside a layer: the half that the stage lacks is left out of the layer's spec.
 
-A half is a layer of Megatron whose other half consists of identities, as the attention and MLP layers of hybrid models are. Its
-weights have the names that they have in a whole layer, and it has the layer's number, so checkpoints do not depend on where
-layers are cut.
+As in Megatron's hybrid models, identities stand in its place. Names of weights and numbers of layers are those of whole layers,
+so checkpoints do not depend on where layers are cut.
 """
 
 from __future__ import annotations
@@ -31,14 +30,9 @@ MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 
 def cut_spec(spec: Any, config: Any, vp_stage: int | None, layers: StageLayers) -> Any:
-    """Return the spec of a stage's block with the halves that the stage has of its first and its last layer.
+    """Return the spec of a stage's block with the halves that it has of its first and last layer, from the model's.
 
-    Args:
-        spec: of a layer or of a block, as the model's constructor takes it.
-        config: of the transformer; its layout counts cut layers on both stages.
-
-    Raises:
-        EppError: the spec is not of Megatron's transformer layers.
+    Raises `EppError` if the spec is not of Megatron's transformer layers. The config's layout counts cut layers on both stages.
     """
     # Megatron's own expansion of a layer's or a block's spec to this stage's layers, which the constructor would do.
     block = _get_block_submodules(config, spec, vp_stage, mpu.get_pipeline_model_parallel_rank())
@@ -67,8 +61,8 @@ def without(spec: ModuleSpec, parts: tuple[str, ...]) -> ModuleSpec:
 def numbers(layers: StageLayers) -> list[int]:
     """Return each module's number among the layers that plans count, from 0, in the order in which modules run.
 
-    Whole layers come first. An MLP at the start and an attention at the end are one more layer together, and recompute
-    together; one of them alone has a number that no plan recomputes.
+    Whole layers come first. An MLP at the start and an attention at the end recompute together as one more layer; one of them
+    alone has a number that no plan recomputes.
     """
     whole = range(layers.num_whole)
     return [layers.num_whole] * layers.begins_with_mlp + [*whole] + [layers.num_whole] * layers.ends_with_attention

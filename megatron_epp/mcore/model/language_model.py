@@ -13,10 +13,7 @@ _INSIDE = ("module", "thinker", "language_model")
 
 
 def language_model_of(model: Any) -> Any:
-    """Return the part of a model chunk with the decoder: the model, or the language model inside; None without a decoder.
-
-    A multimodal model may show its language model's decoder as its own.
-    """
+    """Return the model with the decoder: a model chunk, or the language model in a multimodal one; None without a decoder."""
     while (inner := inside_of(model)) is not None:
         model = inner
     return model if getattr(getattr(model, "decoder", None), "layers", None) is not None else None

@@ -1,10 +1,9 @@
 """Recompute of parts of a layer's forward in the backward, in the modes that a chunk's plan names (`plan.recompute.MODES`).
 
-All modes use Megatron's `checkpoint`, which restores random states. Where the projections of attention run again, it is around
-the layer, which keeps the output of core attention unless that runs again too. Else it is around the MLP or experts, with their
-norm and residual, and the output of the input norm is discarded if that norm is a separate module. Parts that a layer lacks are
-left out (hybrid models have layers of attention alone and of an MLP alone): a layer without attention recomputes in full in
-`selective` mode, and one without an MLP keeps everything except the norm's output in `mlp` mode.
+Megatron's `checkpoint`, which restores random states, is around the layer if the projections of attention run again; the output
+of core attention is kept unless that runs again too. Else it is around the MLP or experts, with their norm and residual, and
+the output of a separate input norm is discarded. Hybrid models have layers of one part: one without attention recomputes in
+full in `selective` mode, and one without an MLP keeps all but the norm's output in `mlp` mode.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discard
 
 
 def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int]) -> None:
-    """Make a stage's layers recompute as the plan of the chunk that they run says, by their numbers in `Recompute.mode`. Does
-    nothing to layers of which another run of the model has done so.
-
+    """Make a stage's layers, if they do not yet, recompute by their numbers in `Recompute.mode` of the chunk that they run.
     Raises `EppError` if a mode runs the projections of attention again, but not the rest of the layer.
     """
     for mode in MODES.values():
@@ -47,11 +44,8 @@ def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int])
 
 
 class _Running(threading.local):
-    """State of the forward of a layer that a thread runs: the two actions of a step run in a thread each.
-
-    Attributes:
-        parts: parts that run again in its backward.
-        normed: output of its norm, until attention has read it.
+    """Parts that run again in the backward of the layer that a thread runs (actions of a step have a thread each), and its
+    norm's output until attention has read it.
     """
 
     def __init__(self) -> None:
@@ -64,8 +58,6 @@ _PARTS = ("input_layernorm", "self_attention"), ("norm", "mixer")
 
 
 class _Layer:
-    """Wrapper of a layer's forward and of the forwards of its parts."""
-
     def __init__(self, number: int, layer: Any) -> None:
         self.number, self._in_fp8 = number, bool(recipe(getattr(layer, "config", None)))
         norm_name, mixer_name = next(names for names in _PARTS if hasattr(layer, names[0]))
@@ -119,9 +111,8 @@ class _Layer:
 def begin_graphs(model: torch.nn.Module) -> None:
     """Have every block of layers begin with hidden states that require a gradient, if it trains anything or runs a chunk.
 
-    Where the embedding does not train, as below adapters, they require none. A layer that recomputes, by a plan or by
-    Megatron's settings, would then give its parameters no gradient: autograd sees a function whose inputs require none. And
-    the KV cache frees the keys and values of slices where attention has a backward.
+    Below adapters the embedding does not train. A layer that recomputes would then give its parameters no gradient, since
+    autograd sees a function whose inputs require none, and slices' keys and values are freed by attention's backward.
     """
     for module in model.modules():
         is_block = isinstance(getattr(module, "layers", None), torch.nn.ModuleList)
@@ -143,8 +134,7 @@ def _with_gradient(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
 def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_fp8: bool = False) -> Any:
     """Run a function now, and once more in the backward. Tensor arguments are saved through autograd.
 
-    Args:
-        in_fp8: layers may be cast to FP8: what runs again is cast as the first time, though the backward is outside the block.
+    With `in_fp8`, what runs again is cast to FP8 as the first time, though the backward is outside of that context.
     """
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in kwargs.items() if name not in names}

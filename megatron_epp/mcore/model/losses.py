@@ -20,11 +20,7 @@ _INSTEAD_OF_NO_TOKENS = 1e-30
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the losses of the unmasked tokens of a microbatch, and check the sum.
-
-    `loss_mask` is 1 for tokens that count and has as many elements as `losses`. Returns the sum, the number of tokens (int32),
-    and both as the report that Megatron averages and logs.
-    """
+    """Return the sum of a microbatch's unmasked losses, which is checked, its tokens (int32), and both as Megatron's report."""
     loss, num_tokens, report = summed_loss(loss_mask, losses)
     check_loss(loss, "this microbatch")
     return loss, num_tokens, report_of(report)
@@ -33,10 +29,8 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[
 def report_of(summed: Tensor, by: Loss | None = None) -> dict[str, Tensor]:
     """Return a sum of losses and its number of tokens as the report that Megatron adds up over replicas, divides and logs.
 
-    A loss of the user's, `by`, has further sums to log, which are divided alike.
-
-    Megatron divides without a check, so a batch without a trained token would be logged as NaN. Its number of tokens is
-    reported as `_INSTEAD_OF_NO_TOKENS`, which gives a loss of 0 and changes no sum that includes a trained token.
+    A loss of the user's, `by`, has further sums to log, which are divided likewise. In place of 0 tokens, whose loss would be
+    NaN, the report has `_INSTEAD_OF_NO_TOKENS`, which changes no sum that includes a trained token.
     """
     loss, num_tokens, *more = summed.unbind()
     names = ("lm loss",) if by is None else (by.name, *by.logged)
@@ -53,10 +47,7 @@ def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def check_loss(loss: Tensor, whose: str) -> None:
-    """Report a NaN or infinity to Megatron's rerun machine, which ends the run or retries as `--rerun-mode` says.
-
-    The host waits for the loss here. The message names what the loss belongs to, `whose`.
-    """
+    """Wait for a loss, and report NaN or infinity to Megatron's rerun machine, which ends the run or retries it."""
     if features.checks_losses():
         machine = get_rerun_state_machine()
         for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
@@ -70,8 +61,7 @@ def check_loss(loss: Tensor, whose: str) -> None:
 
 
 def scale_added_losses(config: Any, output: Tensor) -> None:
-    """Set the scale of the losses of routers and of multi-token prediction to the main loss's, as Megatron's schedules do after
-    every forward.
+    """Set the scale of the losses of routers and multi-token prediction to the main loss's, as Megatron does after a forward.
 
     A router weights its loss by its number of tokens, so chunks of unequal length count by their tokens, and the final division
     by all tokens of the batch gives a mean.

@@ -1,12 +1,11 @@
 """Construction of a rank's model chunks as the stages that a placement assigns to it.
 
-Megatron takes chunk c of rank r for stage ``c * ranks + r``. This is the looped placement, which needs no change. For any other
-placement three things must follow it: the layers of a chunk and their numbers (a layout), the presence of the embedding and of
-the output layer (arguments of the model's constructor), and the weight that these two may share if they are on one rank.
+Megatron takes chunk c of rank r for stage ``c * ranks + r``, which is the looped placement. For any other, a layout gives the
+layers of a chunk and their numbers, arguments of the model's constructor say which chunk has the embedding and the output
+layer, and the weight that these two may share on one rank is tied here.
 
-A hybrid model's pattern has a segment for every stage, and chunk c of rank r takes segment ``c * ranks + r``. Under another
-placement the segments are reordered so that each chunk takes its own stage's. Megatron would count the layers before a chunk in
-the new order too, so their number is corrected where the chunk's stack of layers is built.
+The segments of a hybrid model's pattern are reordered so that each chunk takes its own stage's. Megatron would count the layers
+before a chunk in the new order too, so their number is corrected where the chunk's stack of layers is built.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _unsettled: list[weakref.ref[Any]] = []
 class PlacedLayout(PipelineParallelLayerLayout):
     """Layout of the layers of every chunk of every rank under a placement.
 
-    `stages` has the names of every stage's layers: ``embedding``, ``decoder``, ``mtp``, ``loss``. `firsts` has the number of
-    every stage's first layer, from 0, where stages share layers that are cut; each of the two then has the layer in its names.
+    `stages` has the names of every stage's layers: ``embedding``, ``decoder``, ``mtp``, ``loss``. If layers are cut, both of
+    their stages name them, and `firsts` has the number of every stage's first layer, from 0.
     """
 
     def __init__(self, stages: list[list[str]], placement: Placement, firsts: Sequence[int] | None = None) -> None:
@@ -66,11 +65,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
-    """Return the layout of a GPT: `--epp-layout`'s, or Megatron's division of layers at the placement.
-
-    Args:
-        transformer: config of the model, with Megatron's own division of layers.
-    """
+    """Return the layout of a GPT: `--epp-layout`'s, or the division of layers in its `transformer` config at the placement."""
     if (layout := asked_layout(args)) is not None:
         return layout
     placement = placement_of(args)
@@ -169,12 +164,10 @@ _first_stage: weakref.ref[Any] | None = None
 
 
 def tie(model: Any, args: argparse.Namespace) -> None:
-    """Replace the copy of the embedding on a rank's last stage by the first stage's own, where the model ties its output layer
-    to it or reads it for multi-token prediction.
+    """Replace the embedding's copy on a last stage, for a tied output layer or multi-token prediction, by the first's own.
 
-    Megatron creates a copy wherever the two are different model chunks, which in its placement are on different ranks. Its
-    layers and its data parallelism can share one weight, as they do without a pipeline. Call this function with every model
-    chunk as soon as it is built.
+    Megatron creates a copy wherever the two are different model chunks, which in its placement are on different ranks. To be
+    called with every model chunk as soon as it is built.
     """
     global _first_stage
     predicts = bool(model.config.mtp_num_layers)
@@ -208,10 +201,8 @@ def _without_embedding(model: Any, *rest: Any, **named: Any) -> Any:
 
 
 def placed_pattern(pattern: str, placement: Placement) -> str:
-    """Reorder a pattern so that Megatron gives each chunk the segment of its stage in a placement.
-
-    Raises:
-        EppError: it does not have a segment for every stage, or has multi-token prediction.
+    """Reorder a pattern so that Megatron gives each chunk the segment of its stage in a placement. Raises `EppError` if it does
+    not have a segment for every stage, or has multi-token prediction.
     """
     if AHEAD in pattern:
         raise EppError(

@@ -26,7 +26,7 @@ class InputChunk:
         tokens: int64 ``[1, tokens]``; 0 behind the last sequence, where a chunk is padded.
         position_ids: int64 ``[1, tokens]``, or ``[3, 1, tokens]`` with three axes.
         columns: float32 ``[tokens]`` or ``[tokens, width]``, the caller's own, by name.
-        spans: of the samples' spans those in the chunk, each whole.
+        spans: those of the samples that are in the chunk, each whole.
     """
 
     model: Any
@@ -45,13 +45,8 @@ class InputChunk:
 
 @dataclass(frozen=True, slots=True)
 class OwnInputs:
-    """A caller's function of inputs.
-
-    Attributes:
-        function: from an `InputChunk` to rows ``[tokens, 1, hidden]``, or to a pair of these and of features, ``[tokens, 1,
-            hidden]`` each.
-        names: of the samples' columns that it reads.
-        layers: numbers of the model's layers, from 0, to whose outputs the features are added.
+    """A caller's function from an `InputChunk` to rows ``[tokens, 1, hidden]``, or to a pair of these and of features of that
+    shape, which are added to the outputs of `layers`, numbered from 0. It reads the samples' columns `names`.
     """
 
     function: Callable[[InputChunk], Any]
@@ -70,11 +65,7 @@ class OwnInputs:
     def entering(self, arrays: InputArrays, model: Any, language_model: Any) -> Iterator[Tensor]:
         """Return a context with this rank's rows of a chunk, ``[tokens / ranks, 1, hidden]``, in which layers get the features.
 
-        Args:
-            model: chunk of the model on the first stage, without wrappers; the language model may be a part of it.
-
-        Raises:
-            EppError: the function gives something else than rows, and features, of the chunk's tokens.
+        `model` is the first stage's chunk, without wrappers. Raises `EppError` if there are no rows of the chunk's tokens.
         """
         columns = dict(zip(self.names, arrays.columns, strict=True))
         chunk = InputChunk(model, arrays.tokens, arrays.position_ids, columns, arrays.spans, language_model)
@@ -103,7 +94,6 @@ class _Added:
 
 
 def _part(rows: Any, num_tokens: int, config: Any) -> Tensor:
-    """Return this context- and sequence-parallel rank's part of rows of all tokens of a chunk."""
     shape = num_tokens, 1, config.hidden_size
     if not isinstance(rows, Tensor) or rows.shape != shape:
         returned = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
@@ -114,9 +104,8 @@ def _part(rows: Any, num_tokens: int, config: Any) -> Tensor:
 
 
 _PARTS = ("scatter_to_sequence_parallel", "reduce_scatter_embeddings", "sequence_parallel")
-"""Attributes of Megatron's embeddings, and of their configuration, by which sequence-parallel ranks get a part of the rows, and
-draw a dropout of their own for it.
-"""
+"""Attributes of Megatron's embeddings and their configuration by which sequence-parallel ranks get a part of the rows, with a
+dropout of their own."""
 
 
 @contextmanager

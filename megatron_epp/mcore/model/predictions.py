@@ -1,8 +1,7 @@
 """Multi-token prediction over chunks: tokens ahead that the batch knows, and losses weighted by whole sequences.
 
-Megatron's functions roll tokens, labels and masks by one position at each depth, and so would end every slice and every packed
-sequence early. Under a plan a chunk brings what lies ahead of it (`data.batch.AheadArrays`). What a depth's layer attends to is
-handed on by the KV cache like any layer's keys and values; nothing else crosses from a slice to the next.
+Megatron's functions roll tokens, labels and masks by one position at each depth, which would end every slice and packed
+sequence early. Under a plan a chunk brings what lies ahead of it (`data.batch.AheadArrays`).
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ from megatron_epp.mcore.model.replaced import ALL, mark
 
 @dataclass(slots=True)
 class ChunkPredictions:
-    """Multi-token prediction in the forward of a chunk.
+    """Multi-token prediction in the forward of a chunk, and the `depth` whose layer has begun.
 
-    Attributes:
-        arrays: what lies ahead, ``[depths, 1, tokens / ranks]`` each.
-        whole: context in which output layer and loss take all tokens, not only the rows of the main loss.
-        depth: depths whose layer has begun.
+    Within `whole` the output layer and loss take all tokens, not only the rows of the main loss.
     """
 
     arrays: AheadArrays

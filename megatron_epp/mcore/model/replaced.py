@@ -1,8 +1,8 @@
 """Functions of a model's modules in whose place plans put others, and what programs have attached to these modules.
 
-Torch calls the hooks of a module around its `forward`, whosever that is. They act as without plans where the function in its
-place takes and returns the same tensors, of a chunk's tokens. Everything else that is attached or assigned is refused by name
-(`problems`), also between two calls. Every replacement is made by `put`, or told by `mark`.
+Torch's hooks around a module's `forward` act as without plans where the function in its place takes and returns the same
+tensors. All else that is attached or assigned is refused by name (`problems`), also between two calls. Every replacement is
+made by `put`, or told by `mark`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,11 @@ _IN_TORCH = {
 _KNOWN = ("megatron.core", "megatron.training", "transformer_engine", "megatron_epp")
 """Packages whose hooks are known: they wait for weights, reduce gradients, or are this package's own."""
 MARK = "replaced_by_plans"
-"""Attribute of modules with what plans have replaced of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Functions of a module that plans have replaced, and what acts there.
-
-    Attributes:
-        acting: kinds of what may be attached, since it acts as without plans.
-        functions: those that plans need there, by name: in the place of the module's own, or replaced in its class.
-    """
+    """Functions of a module that plans have replaced, by name, and the kinds of attachments that act there as without plans."""
 
     acting: frozenset[str]
     functions: dict[str, Callable[..., Any]]
@@ -52,12 +46,8 @@ NOTHING = Replaced(ALL, {})
 def put(module: Any, name: str, function: Callable[..., Any], acting: Iterable[str] = ALL, *, wraps: bool = True) -> None:
     """Put a function in the place of a module's own, on the object.
 
-    Args:
-        acting: kinds of what may be attached to the module, since it acts as without plans.
-        wraps: the function calls what was there before, also if a program has assigned that.
-
-    Raises:
-        EppError: it does not, and a program has assigned one.
+    `acting` are kinds of what may be attached to the module; with `wraps` the function calls what was there before. Raises
+    `EppError` if it does not, and a program has assigned one.
     """
     if not wraps and name in assigned(module, (name,)):
         raise EppError(f"{type(module).__name__} has a {name} that is not Megatron's, whose place plans would take: remove it")
@@ -100,11 +90,7 @@ def _function_of(hook: Any) -> Any:
 
 
 def problems(model: torch.nn.Module, names: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield what of a model's modules would not act as without plans.
-
-    Args:
-        names: of modules in which plans had replaced something, as `marked` returned them.
-    """
+    """Yield what of a model's modules would not act as without plans. `names` are replaced ones, as `marked` returned them."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if (replaced := vars(module).get(MARK)) is None:

@@ -21,12 +21,7 @@ from megatron_epp.plan.layer_flags import by_layer, pattern_of
 
 @dataclass(frozen=True, slots=True)
 class ChunkRoutes:
-    """Routes of a chunk in the layers of a stage.
-
-    Attributes:
-        of_layers: int16 ``[experts per token, rows]`` by number of layer, from 0: this rank's rows, with padding.
-        replayed: layers whose routers have taken them.
-    """
+    """Routes of a chunk by number of layer, from 0: int16 ``[experts per token, rows]``, this rank's rows with padding."""
 
     of_layers: Mapping[int, Tensor]
     replayed: set[int] = field(default_factory=set)

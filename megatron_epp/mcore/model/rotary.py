@@ -1,7 +1,6 @@
 """Rotary embeddings of a model in plans: the angles of a chunk's own positions on this context-parallel rank.
 
-A slice starts at its offset in the sequence, a packed sequence at zero. Megatron calls a rotary embedding in two steps:
-`get_rotary_seq_len` gets the packed-sequence parameters, and `forward` gets its result.
+Megatron calls an embedding in two steps: `get_rotary_seq_len` gets packed-sequence parameters, `forward` gets its result.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ _FEW_TOKENS = 64
 
 
 def adopt(model: Any) -> None:
-    """Have the model, and each latent attention, turn by the positions of a chunk's tokens; all of the latter share a table.
+    """Have the model, and each latent attention, turn by the positions of a chunk's tokens, if they do not yet.
 
-    Does nothing to those of which an earlier call has done so. Raises `EppError` for an embedding of a program's own whose
-    angles depend on more than the position.
+    All latent attentions share a table. Raises `EppError` for a program's own whose angles depend on more than the position.
     """
     # Angles by several axes are of the positions that the model gets.
     own = getattr(model, "rotary_pos_emb", None) if axes_of(model) == 1 else None
@@ -68,9 +66,7 @@ def _turns(
 ) -> Any:
     """Return the angles of a chunk, ``[tokens / shards, 1, 1, channels]``, and any further result of the embedding.
 
-    Args:
-        context_parallel: how ranks share the chunk's tokens.
-        by_row: queries have a dimension for rows of a batch; latent attention has none, nor have the angles then.
+    Latent attention's queries and angles have no dimension for rows of a batch: `by_row` is False.
     """
     if not isinstance(length, ChunkParams):
         return original(length, *args, **kwargs)

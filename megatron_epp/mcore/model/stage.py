@@ -44,8 +44,8 @@ CASTS = "_fp8_workspaces"
 def add_to_gradients(model: Any, in_fp8: bool) -> None:
     """Make layers add to gradient buffers, which are zero when an iteration begins.
 
-    Transformer Engine's layers with fused accumulation would overwrite the buffers in the backward of the first forward, which
-    need not be a plan's first backward. Raises `EppError` if in FP8 they would then keep casts of other weights for ever.
+    Transformer Engine's layers with fused accumulation would overwrite them in the backward of the first forward, not of the
+    first backward. Raises `EppError` if in FP8 they would then keep casts of other weights for ever.
     """
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
@@ -55,10 +55,9 @@ def add_to_gradients(model: Any, in_fp8: bool) -> None:
 
 
 def forget_casts(model: Any) -> None:
-    """Make layers cast their weights to FP8 anew when they run next, as an iteration must, whose weights are others.
+    """Make layers cast their weights to FP8 anew in this iteration.
 
-    Transformer Engine's layers keep the casts of an iteration. They would renew them in the first microbatch by themselves, but
-    one that is told to be the first overwrites the gradient buffers, too.
+    Transformer Engine's layers renew casts in a first microbatch by themselves, but would then overwrite gradients, too.
     """
     for module in model.modules():
         if casts := getattr(module, CASTS, None):
@@ -70,16 +69,13 @@ class ChunkInputs:
     """Inputs of a rank's stages for one chunk: this context-parallel rank's part, on the device. None where no stage reads it.
 
     Attributes:
-        tokens, position_ids: int64 ``[1, tokens / ranks]``, see `ChunkArrays`; with several axes of positions these are
-            ``[axes, 1, tokens / ranks]``.
-        labels: int64 ``[1, tokens / ranks]``.
-        loss_mask: float32 ``[1, tokens / ranks]``.
+        tokens, position_ids: int64 ``[1, tokens / ranks]``, see `ChunkArrays`; several axes of positions come first.
+        labels: int64 ``[1, tokens / ranks]``; `loss_mask` likewise, float32.
         rows: int64 ``[rows]``, the tokens that pass the output layer; None for all.
         ahead: ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction.
         of_loss: inputs of a loss of the user's for the trained tokens that it gets.
         of_inputs: inputs of a caller's function that makes input rows, of all tokens of the chunk.
-        routes: int16 ``[experts per token, rows]`` by number of layer: what the rank's routers replay, for the rows that they
-            get.
+        routes: int16 ``[experts per token, rows]`` by number of layer: what routers replay, for the rows that they get.
     """
 
     tokens: Tensor | None = None
@@ -101,12 +97,9 @@ class ChunkInputs:
 
 @dataclass(slots=True)
 class StageEnds:
-    """Differences of the first and the last stage from those between them, as features change them before stages are made.
+    """Differences of the first and last stage from others, as features change them before `last` makes the last stage.
 
-    Attributes:
-        last: makes the last stage.
-        has_head: the last stage computes logits, all or by blocks.
-        asked: properties of the last stage's loss.
+    With `has_head` that computes logits, all or by blocks; `asked` has the properties of its loss.
     """
 
     last: Callable[..., MegatronStage]
@@ -118,13 +111,9 @@ class StageEnds:
 class MegatronStage:
     """One model chunk of this rank, as Megatron built and wrapped it. Implements `runtime.context.Stage`.
 
-    It has `depths` of multi-token prediction, 0 without it and on all stages but the last.
-
-    A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
-    chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` as in `SlicedKVCache`.
-
-    `model` may be one with a language model inside, such as a multimodal one. Chunks run the language model, and on a first
-    stage `own_inputs` may make its input rows, by a function that calls what else the model has.
+    A first stage holds the embedding, and `own_inputs` may make its input rows. A last stage computes the loss, by `block_loss`
+    or with all logits of a chunk at once, and has `depths` of multi-token prediction. Chunks run the language model in a
+    multimodal `model`. `fp32_kv_gradients` is as in `SlicedKVCache`.
     """
 
     problem = ""
@@ -241,9 +230,8 @@ class MegatronStage:
         before_last_gradient: Callable[[], None] = lambda: None,
         reduce_gradients: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start an iteration. `inputs` gives the inputs of a chunk; the others are methods of `Stage`.
-
-        Raises `EppError` if something is attached to the model that plans would not run (`obstacle`).
+        """Start an iteration. `inputs` gives a chunk's inputs; the others are methods of `Stage`. Raises `EppError` if
+        something is attached to the model that plans would not run (`obstacle`).
         """
         if obstacle := self.obstacle:
             raise EppError(obstacle)
@@ -296,10 +284,7 @@ class MegatronStage:
         return output if scale is None else scale(output), None
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Run the backward of a chunk (see `runtime.context.Stage`); `grad` is ``[tokens / shards, 1, hidden]``.
-
-        Raises `EppError` for `keep_weights` of a model whose weight gradients are not split.
-        """
+        """Run a chunk's backward, given ``[tokens / shards, 1, hidden]``. Raises `EppError` to keep unsplit weights."""
         if keep_weights and self.weights is None:
             raise EppError("the plan splits weight gradients and the model does not", Remedy("add", "split_weight"))
         if grad is None:
@@ -336,7 +321,6 @@ class MegatronStage:
         }
 
     def _rows(self, inputs: ChunkInputs) -> AbstractContextManager[Tensor | None]:
-        """Return a context with the rows that a caller's function makes; with None where the embedding makes them."""
         if inputs.of_inputs is None or self.own_inputs is None:
             return nullcontext()
         return self.own_inputs.entering(inputs.of_inputs, unwrap_model(self.model), self.language_model)
@@ -378,12 +362,7 @@ def own_device() -> torch.device:
 
 @contextmanager
 def timed(timers: Any, name: str, log_level: int = 2, **start: Any) -> Iterator[None]:
-    """Run a block under one of the timers of Megatron's own schedules, which goes on if the block fails.
-
-    Args:
-        timers: Megatron's; None for none.
-        log_level: least `--timing-log-level` at which it is logged.
-    """
+    """Run a block under one of Megatron's timers, if given, logged from `log_level` on, which goes on if the block fails."""
     if timers is not None:
         timers(name, log_level=log_level).start(**start)
     yield
@@ -392,10 +371,7 @@ def timed(timers: Any, name: str, log_level: int = 2, **start: Any) -> Iterator[
 
 
 class Snapshot:
-    """Copy of the random states, the models' buffers and the sums of losses that are kept for the log.
-
-    Gradients are not copied, since they are as large as the model. An iteration begins without any, so they are zeroed.
-    """
+    """Copy of random states, models' buffers and sums of losses. Gradients, as large as the model, are zeroed instead."""
 
     def __init__(self, models: Sequence[Any]) -> None:
         self._models = models

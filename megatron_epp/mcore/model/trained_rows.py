@@ -42,8 +42,7 @@ class OfRows:
 class TrainedRows(OfRows):
     """Replacement of the input of the output layer and loss of an unwrapped model by the rows of tokens that count.
 
-    Megatron's own layer and loss compute them. With sequence parallelism the ranks' parts are gathered here, before the rows
-    are taken, since ranks have different numbers of them.
+    With sequence parallelism the ranks' parts are gathered before rows are taken, of which ranks have different numbers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -98,7 +97,7 @@ def trained_rows(model: torch.nn.Module) -> TrainedRows | None:
 def own_functions(model: Any) -> list[str]:
     """Return the names of the functions between the output layer's input and the loss that are not Megatron's own.
 
-    The script's class may define them, or they may be assigned to the object; these would also be lost when a replacement ends.
+    A script's class may define them. If they are assigned to the object, they would also be lost when a replacement ends.
     """
     functions = {name: vars(model).get(name, getattr(type(model), name, None)) for name in _OF_THE_LOSS}
     own = [name for name, function in functions.items() if not is_installed(getattr(function, "__func__", function))]
@@ -106,14 +105,11 @@ def own_functions(model: Any) -> list[str]:
 
 
 def rows_to_compute(loss_mask: Tensor, entries: int, width: int) -> Tensor | None:
-    """Return the indices of the tokens that count, rising, one of them if none does; None if it is best to compute all.
+    """Return the indices of the tokens that count in a mask on the CPU, rising; None if it is best to compute all.
 
-    Ranks that share the vocabulary have the same mask. At least one row is computed, so that all ranks launch the same kernels
-    and collectives; the mask leaves its loss out. The rows are a copy that is kept for the weight's gradient, so all tokens are
-    computed if that copy is larger than the logits that are not computed.
-
-    Args:
-        loss_mask: ``[tokens]`` on the CPU, 0 for tokens that do not count.
+    If none counts there is one, since all ranks, whose mask is the same, launch the same kernels and collectives; the mask
+    leaves its loss out. The rows are a copy that is kept for the weight's gradient, so all tokens are computed if that copy is
+    larger than the logits that are not computed.
     """
     rows = loss_mask.reshape(-1).nonzero().squeeze(1)
     if len(rows) == 0:

@@ -1,11 +1,9 @@
 """Split weight gradients of linear layers: the changes of `--epp-split-weight-gradient` to a model.
 
-Megatron's own layers compute their output here (`_forward`). Transformer Engine's delay their gradients themselves, until their
-chunk's W (`_take_over`): with `delay_wgrad_compute` such a layer's backward puts the inputs of the weight gradient into the
-layer's `wgrad_store`, a queue; `backward_dw` takes them out, computes the gradient, and calls the hooks that Megatron's data
-parallelism has registered. A queue would force W into the order of B, so nothing stays in it: the entry of a backward is kept
-with its chunk, and put back right before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer
-Engine, 2.7 to 2.18.
+Megatron's own layers compute their output here. Transformer Engine's delay their gradients with `delay_wgrad_compute`: a
+backward puts the inputs of the weight gradient into the layer's `wgrad_store`, a queue, from which `backward_dw` takes them to
+compute it and call the hooks of data parallelism. A queue would force W into the order of B, so a chunk keeps its entry, and
+puts it back right before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule, 2.7 to 2.18.
 """
 
 from __future__ import annotations
@@ -44,10 +42,9 @@ _OF_A_CHUNK = 2
 
 
 def split_weight_gradients(model: Any) -> None:
-    """Make every linear layer of a model chunk, as Megatron builds it, pass its weight gradient to its `weight_gradients`.
+    """Split the weight gradients of all linear layers of a model chunk, as Megatron builds it, or raise `EppError`.
 
-    An output layer that is given the embedding's weight stays unchanged: its gradient is added to the embedding's. Raises
-    `EppError` if the model has a linear layer that cannot delay its weight's gradient.
+    An output layer that is given the embedding's weight stays unchanged: its gradient is added to the embedding's.
     """
     _, obstacles = split_where_possible(model)
     if obstacles:
@@ -57,9 +54,7 @@ def split_weight_gradients(model: Any) -> None:
 def split_where_possible(model: Any) -> tuple[int, list[str]]:
     """Make every linear layer of a model chunk that can delay its weight gradient pass it to the chunk's `weight_gradients`.
 
-    Returns:
-        the number of these layers, and the others, each with the reason and a remedy, which compute their weight gradients in
-        their backward.
+    Returns the number of these layers, and the others, which compute them in their backward, with the reason and a remedy.
     """
     model.weight_gradients = gradients = WeightGradients()
     able, obstacles = _linear_layers(model)
@@ -74,10 +69,7 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
 
 
 def settle_split(args: argparse.Namespace, models: Sequence[torch.nn.Module]) -> None:
-    """Settle ``auto`` for a model that a program has built: plans may split weight gradients if all linear layers can.
-
-    A collective call of all ranks.
-    """
+    """Settle ``auto`` for built models, on all ranks together: plans may split weight gradients if all linear layers can."""
     if args.epp_split_weight_gradient == AUTO:
         why = next(filter(None, from_each_of_job(next(_whole(args, models), ""))), "")
         args.epp_split_weight_gradient = not why
@@ -132,9 +124,7 @@ def _forward(
     bias: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Replace a module's `_forward_impl`. The original runs outside of plans, if no gradient is needed, and with the weight of
-    another module.
-    """
+    """Replace `_forward_impl`. Outside of plans, without gradients, and with another module's weight the original runs."""
     needs_gradients = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
     if not (gradients.in_plan and needs_gradients and weight is module.weight):
         return original(input=input, weight=weight, bias=bias, **options)
@@ -153,15 +143,12 @@ def _forward(
 
 
 def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
-    """Compute a weight's gradient as Megatron's own backward does.
+    """Compute a weight's gradient, ``[out, in]``, as Megatron does, from ``[tokens, 1, in]`` and ``[tokens, 1, out]``.
 
     Args:
-        weight: the weight, ``[out, in]``.
         gather_over: with sequence parallelism the tensor-parallel group, whose ranks each hold a part of the tokens of `x`.
-        accumulate: add the gradient to the weight's `main_grad` with the fused kernel of `--gradient-accumulation-fusion`; the
-            returned tensor is then a placeholder, as elsewhere in Megatron.
-        x: ``[tokens, 1, in]``.
-        grad: ``[tokens, 1, out]``.
+        accumulate: add it to the weight's `main_grad` with the fused kernel of `--gradient-accumulation-fusion`, and return a
+            placeholder, as elsewhere in Megatron.
     """
     if gather_over is not None:  # again, as in Megatron: between forward and W only this rank's part is kept
         x = gather_from_sequence_parallel_region(x, group=gather_over)
@@ -192,7 +179,6 @@ def obstacle(module: Any) -> str:
 
 
 def _take_over(module: Any, gradients: WeightGradients) -> None:
-    """Let `gradients` decide when a layer computes its delayed weight gradients."""
     store, weights = module.wgrad_store, _weights(module)
     queue: Callable[[list[Any], Callable[..., Any]], None] = store.put
 
@@ -254,19 +240,14 @@ def _weights(module: torch.nn.Module) -> list[Tensor]:
 
 
 def _drop_placeholders(weights: Sequence[Tensor]) -> None:
-    """Drop the placeholders of earlier backwards: autograd would add the next one to them, by a kernel of the weight's size.
-
-    Called before a backward returns its placeholder, which autograd then takes as it is.
-    """
+    """Drop placeholders of earlier backwards before one returns its own, which autograd would add by a large kernel."""
     for weight in weights:
         weight.grad = None
 
 
 def _stand_in(weights: Sequence[Tensor]) -> None:
-    """Give weights a placeholder gradient where they have none.
-
-    Fused kernels add to the main gradient directly, and a backward leaves a placeholder tensor, which the first of several Ws
-    consumes; Megatron's hooks require one every time.
+    """Give weights without gradient a placeholder: hooks require one for every W, but a backward of fused kernels leaves only
+    one.
     """
     for weight in weights:
         if weight.grad is None:

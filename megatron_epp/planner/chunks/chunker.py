@@ -26,8 +26,7 @@ class Chunker:
     """The facts of a batch that all its chunkings share.
 
     Attributes:
-        line: forward and backward of the slowest stage, without the fixed part: what chunks are balanced by. The slowest
-            stage sets the pace, so its time is the one that should not vary from chunk to chunk.
+        line: forward and backward of the slowest stage, without the fixed part. It sets the pace, so chunks are balanced by it.
         token_cap: most tokens of a chunk, a multiple of the padding.
         span_us: time of a unit of spans' work; 0 where another stage than the first is the slowest.
     """
@@ -40,12 +39,6 @@ class Chunker:
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:
-        """Return the chunker of a problem's batch.
-
-        Args:
-            costs: time of a stage, by which work is balanced.
-            chunk_tokens: most padded tokens of a chunk; None for no limit.
-        """
         tokens = sum(problem.lengths)
         pairs = sum(causal_pairs(0, length) for length in problem.lengths)
         slowest, span_us = slowest_line(problem, costs)
@@ -68,7 +61,6 @@ class Chunker:
 
     @property
     def longest_us(self) -> float:
-        """Time of the sequence that takes longest."""
         return max(self.part_us(q, 0, length) for q, length in enumerate(self.problem.lengths))
 
     def cut_near(self, sequence: int, begin: int, time_us: float) -> int:
@@ -82,9 +74,8 @@ class Chunker:
         return min(length, (round(begin + tokens) + multiple // 2) // multiple * multiple)
 
     def without_reads(self, sequence: int, slices: int) -> Chunker:
-        """Return the chunker whose pairs take what slices of a sequence take to read their prefixes, if they take anything.
-
-        A slice of the mean length has as many pairs with each token that it reads.
+        """Return the chunker whose pairs take what slices of a sequence take to read their prefixes: a slice of the mean length
+        has as many pairs with each token that it reads.
         """
         if not self.line.per_read_us:
             return self
@@ -103,7 +94,7 @@ class Chunker:
 
 @lru_cache(maxsize=1024)
 def _cuts(length: int, spans: Spans, multiple: int, line: LinearTime, span_us: float) -> tuple[IntColumn, TimeColumn]:
-    """Return the tokens at which a sequence with spans may be cut, its length included, and the times of the prefixes."""
+    """Return the tokens at which a sequence with spans may be cut, or ends, and the times of the prefixes."""
     allowed = allowed_cuts(length, spans, multiple)
     work = np.cumsum([0.0, *(span.work for span in spans)])
     starts = np.array([span.start for span in spans], dtype=np.int64)
@@ -130,15 +121,12 @@ def slowest_line(problem: Problem, costs: Costs) -> tuple[LinearTime, float]:
 
 
 def all_span_work(problem: Problem) -> float:
-    """Work of all spans of a batch."""
     return sum(span.work for spans in problem.spans for span in spans)
 
 
 def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:
-    """One sequence per chunk, in batch order."""
     return tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is no smaller."""
     return -(-number // multiple) * multiple

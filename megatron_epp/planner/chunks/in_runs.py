@@ -1,15 +1,13 @@
 """Chunk tables of runs: whole sequences, one behind the other, cut into chunks by time.
 
 The number of a run's chunks is its width. Width 1 is a packed chunk, and a long sequence by itself is its slices; of several
-sequences, those are cut in which a chunk ends, and the next chunk goes on with them. Forwards of a run come in order, its
-backwards in reverse.
+sequences, those are cut in which a chunk ends. Forwards of a run come in order, its backwards in reverse.
 
-Chunks take equally long, but for those at the ends of a table, which are smaller: a pipeline fills and empties sooner with
-small chunks, and has less overhead with large ones between. On 12 batches of 16 and 32 sequences, on 4 and 8 stages, plans with
-small ends were 2.1 % faster on average than with equal chunks alone.
+Chunks take equally long, but for those at the ends of a table: a pipeline fills and empties sooner with small chunks, and has
+less overhead with large ones between. On 12 batches of 16 and 32 sequences, on 4 and 8 stages, that gained 2.1 % on average.
 
-Widths are common to all replicas of a lockstep group, so that the k-th chunks of all take equally long, and one order serves
-them all: the group takes 2.9 % longer than its slowest replica alone at the median of 21 batches (`scripts.bench.lockstep`).
+Widths are common to all replicas of a lockstep group, so that one order serves them all: the group takes 2.9 % longer than its
+slowest replica alone at the median of 21 batches (`scripts.bench.lockstep`).
 """
 
 from __future__ import annotations
@@ -31,10 +29,8 @@ from megatron_epp.planner.order import as_slices, stand_in
 class Aligned:
     """Tables of replicas with equally many chunks.
 
-    Attributes:
-        chunks: the table of every replica.
-        runs: sizes of the runs that all tables can be cut into without parting the slices of a sequence, or sequences with one
-            loss; empty for one replica, where the table has them.
+    `runs` are sizes of the runs that all tables can be cut into without parting the slices of a sequence, or sequences with one
+    loss; empty for one replica, where the table has them.
     """
 
     chunks: tuple[tuple[Chunk, ...], ...]
@@ -49,11 +45,8 @@ class Aligned:
 
 
 class Ends(NamedTuple):
-    """Smaller chunks at the ends of a table.
-
-    Attributes:
-        rising, falling: chunks that grow at the beginning and shrink at the end, in multiples of the ranks.
-        least: share of a chunk's time that the first and the last have.
+    """Smaller chunks at the ends of a table: those that grow at the beginning and shrink at the end, in multiples of the ranks,
+    and the share of a chunk's time that the first and the last have.
     """
 
     rising: float = 0.0
@@ -65,11 +58,8 @@ EVEN, SMALL_ENDS = Ends(), Ends(0.5, 2.0, 0.3)
 
 
 class Shape(NamedTuple):
-    """Shape of a table of runs.
-
-    Attributes:
-        widest: width of the runs of sequences that do not take longer; the last run may have less.
-        is_free: chunks are of any time; else the sequence that takes longest has a whole number of them.
+    """Shape of a table of runs: width of the runs of sequences that do not take longer. Unless it `is_free`, the sequence that
+    takes longest has a whole number of chunks.
     """
 
     widest: int
@@ -112,17 +102,11 @@ def cut_in_runs(
     least_tokens: int = _LEAST_TOKENS,
     streams: bool = False,
 ) -> Aligned | None:
-    """Cut the batches of all replicas into chunks, about so many if none were smaller than others.
+    """Cut the batches of all replicas, `falling` (`falling_times`), into about so many chunks if none were smaller than others.
 
-    Args:
-        falling: sequences of every replica (`falling_times`).
-        least_tokens: that a cut leaves of a sequence on either side.
-        streams: keys and values of slices come from the host. Then slices of a long sequence have at most twice their mean
-            tokens: those of equal time are uneven in tokens, and so in the memory of their passes.
-
-    Returns:
-        None where there would be too many, or where one of several replicas has too few sequences or tokens for as many as
-        another.
+    A cut leaves `least_tokens` of a sequence on either side. If keys and values `streams` from the host, slices have at most
+    twice their mean tokens: those of equal time are uneven in tokens, and so in memory. None where there would be too many, or
+    one of several replicas has too little for as many as another.
     """
     chunk_us = max(chunker.total_us for chunker in chunkers) / num_chunks
     longest_us = max(own[0][0] for own in falling)
@@ -177,7 +161,7 @@ def _cut_alike(
 
 
 def _rest(num_chunks: float, shape: Shape, num_ranks: int, *, at_least: int) -> tuple[float, ...]:
-    """Return the shares of a chunk's time that the chunks behind those of long sequences have, of about so many in all."""
+    """Return the shares of a chunk's time that chunks behind those of long sequences have, of about so many in all."""
     rising, falling = (
         [1 - (1 - shape.ends.least) * number / count for number in range(1, count + 1)]
         for count in (int(shape.ends.rising * num_ranks), int(shape.ends.falling * num_ranks))
@@ -205,11 +189,7 @@ def falling_times(chunker: Chunker) -> list[Timed]:
 def _held(falling: Sequence[Timed], num_long: int, runs: Sequence[tuple[float, ...]]) -> list[list[Timed]]:
     """Return what every run of one replica holds.
 
-    Long ones of `falling` have the first runs. Each other one, the longest first, goes into the run that takes least time then
-    for the share that it has.
-
-    Args:
-        runs: shares of all chunks of each run.
+    Others than the long ones, which have the first runs, go where that takes least time for the `runs`' shares.
     """
     held = [[*falling[number : number + 1]] if number < num_long else [] for number in range(len(runs))]
     sizes = np.array([sum(shares) for shares in runs])
@@ -264,7 +244,7 @@ def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_
 
 
 def _chunk_of(parts: Sequence[Segment], lengths: Sequence[int]) -> Chunk:
-    """Return a chunk of neighbouring parts of a run; one that goes on comes first if no sequence ends in front of it."""
+    """Return a chunk of neighbouring parts; one that goes on comes first if no sequence ends in front of it."""
     *others, last = parts
     if last.end < lengths[last.sequence] and parts[0].start == 0:
         return Chunk((last, *others))

@@ -1,5 +1,4 @@
 """The inner loops of planning: timing an order, fitting recompute to a cap, steps of the local search.
 
-Plain functions over flat columns. Where numba is installed they are compiled; where it is not, the same functions run as they
-stand, slower, with the same results. Everything outside this folder deals in `Tables` and `Order`.
+Plain functions over flat columns, compiled where numba is installed, and slower, with equal results, where it is not.
 """

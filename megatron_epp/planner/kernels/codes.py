@@ -38,10 +38,7 @@ def kinds_of(order: Sequence[Sequence[Action]]) -> Kinds:
 class Codes(NamedTuple):
     """An order. An action is the number ``(site * num_chunks + chunk) << KIND_BITS | kind``.
 
-    Attributes:
-        actions: of rank 0, then of rank 1, and so on.
-        starts: where each rank's actions start, and the end.
-        kinds: operations of the order, which the actions count.
+    `actions` are of rank 0, then of rank 1, and so on. `starts` has where each rank's start, and the end.
     """
 
     actions: IntegerList
@@ -54,15 +51,10 @@ class Codes(NamedTuple):
 
 
 Key = tuple[bytes, bytes, Kinds]
-"""Numbers of an order, and its operations."""
 
 
 class CodedOrder(Sequence[tuple[Action, ...]]):
-    """An order as numbers, whose actions are made when first asked for: a search reads only the best order's.
-
-    Args:
-        rows: the actions, where they are known.
-    """
+    """An order as numbers, whose actions are made when first asked for: a search reads only the best order's."""
 
     __slots__ = ("_rows", "codes", "num_chunks")
 
@@ -72,7 +64,6 @@ class CodedOrder(Sequence[tuple[Action, ...]]):
 
     @property
     def rows(self) -> tuple[tuple[Action, ...], ...]:
-        """The actions of every rank."""
         if self._rows is None:
             self._rows = decode(self.codes, self.num_chunks)
         return self._rows
@@ -122,11 +113,7 @@ def _is_coded(order: Sequence[Sequence[Action]], num_chunks: int) -> TypeGuard[C
 
 
 def code_of(action: Action, num_chunks: int) -> int:
-    """Return the number of an action (see `Codes`).
-
-    Args:
-        action: a forward, a backward or a weight gradient; every order numbers these operations alike.
-    """
+    """Return the number of a forward, a backward or a weight gradient (see `Codes`): every order numbers these alike."""
     op, site, c = action
     return (site * num_chunks + c) << KIND_BITS | KINDS.index(op)
 
@@ -156,7 +143,6 @@ def encode_known(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
 
 
 def decode(codes: Codes, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the order that numbers stand for."""
     every = np.asarray(codes.actions, dtype=np.int64)
     num_sites = int((every >> KIND_BITS).max(initial=-1)) // num_chunks + 1 if num_chunks else 0
     known = _actions(codes.kinds, num_sites, num_chunks)
@@ -166,5 +152,4 @@ def decode(codes: Codes, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
 
 @lru_cache(maxsize=8)
 def _actions(kinds: Kinds, num_sites: int, num_chunks: int) -> list[Action]:
-    """Return all actions, by kind, site and chunk: a search decodes many orders of one table."""
     return list(starmap(Action, product(kinds, range(num_sites), range(num_chunks))))

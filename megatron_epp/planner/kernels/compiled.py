@@ -50,15 +50,11 @@ def compiled[F: Callable[..., Any]](function: F) -> F:
 
 
 def compiled_with_lists[F: Callable[..., Any]](function: F) -> F:
-    """Compile a function, like `compiled`, that makes lists."""
     return _compiled(function, **dict.fromkeys(_UNCOUNTED, True))  # or it would take the option from who calls it
 
 
 def inlined[F: Callable[..., Any]](function: F) -> F:
-    """Compile a function, like `compiled`, into its callers, whatever its size: a call would copy all columns.
-
-    Without it a step of local search takes ten times as long.
-    """
+    """Compile a function, like `compiled`, into its callers. A call, which copies all columns, takes ten times as long."""
     return _compiled(function, forceinline=True, **_UNCOUNTED)
 
 
@@ -80,7 +76,6 @@ def _compiled[F: Callable[..., Any]](function: F, **options: bool) -> F:
 
 @functools.cache
 def _sources(folder: Path = Path(__file__).parent) -> str:
-    """Return a digest of all files of the folder of compiled loops."""
     texts = (path.read_bytes() for path in sorted(folder.glob("*.py")))
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]
 
@@ -94,7 +89,6 @@ def _tell_not_kept() -> None:
 
 
 def _listen() -> None:
-    """Have numba tell of each function that it does not find on disk and compiles."""
     from numba.core import event
 
     def on_start(_: object, compiling: Any) -> None:

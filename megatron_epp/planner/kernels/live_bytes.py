@@ -43,8 +43,7 @@ def step_bytes(
 ) -> None:
     """Compute the bytes that each action allocates when it starts and frees when it ends.
 
-    Args:
-        split: by item, nonzero if its weight gradient is an action of its own, for which its backward leaves bytes.
+    By item, `split` is nonzero if its weight gradient is an action of its own, for which its backward leaves bytes.
     """
     for at in range(len(actions)):
         item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
@@ -81,18 +80,13 @@ def fit_rank(
 ) -> bool:
     """Walk along a rank's list and, wherever it is above the cap, recompute more of the chunks that are alive.
 
-    Recompute steps are taken at the lowest price, time per byte saved, first, and among equals on the chunk that stays
-    longest; or at the lowest price per action of stay first, which takes less recompute where memory is short all along. More
-    recompute of a chunk adds no bytes to earlier actions, so one walk is enough, and it finds a solution wherever there is one
-    within the limits.
+    Recompute steps are taken at the lowest price, time per byte saved, first, and among equals on the chunk that stays longest;
+    or with `by_stay` at the lowest price per action of stay first, which takes less recompute where memory is short all along.
+    More recompute of a chunk adds no bytes to earlier actions, so one walk finds a solution where there is one within the
+    limits.
 
-    Args:
-        recompute_steps: the result, by item; items of other ranks are left alone.
-        leaves: working storage, a number per item.
-        by_stay: nonzero for the order of bytes times stay. A stay is counted in actions of the rank.
-
-    Returns:
-        True if the rank stays under its cap.
+    The result is in `recompute_steps`, by item, in which items of other ranks are left alone; `leaves` is working storage, a
+    number per item. Returns True if the rank stays under its cap.
     """
     for at in range(begin, stop):
         if actions[at] & KIND_MASK < ADDED:
@@ -146,12 +140,7 @@ def fit(
     leaves: IntegerList,
     by_stay: int,
 ) -> bool:
-    """Have every rank that is above its cap recompute as much as `fit_rank` finds; True if all stay under theirs.
-
-    Args:
-        recompute_steps: the result, by item; zeros before.
-        leaves: working storage, a number per item.
-    """
+    """Have ranks above their caps recompute as much as `fit_rank` finds, from zero `recompute_steps`; True if all fit."""
     for rank in range(len(starts) - 1):
         begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
         if peak(actions, begin, stop, columns, recompute_steps, static) <= caps[rank]:
@@ -174,11 +163,8 @@ def give_cheapest(
     """Take recompute steps on the cheapest chunk that is alive, as many as the excess asks for; return the bytes saved.
 
     A chunk that has left, or is at its limit, is dropped. A chunk whose layers have all reached a mode gets the price of the
-    next.
-
-    Args:
-        alive: heap of ``(price / stay, -position where it leaves, item, stay)``; stays are 1 where they do not count.
-        columns, limit, recompute_steps, leaves: as `fit_rank` takes them; `leaves` are the positions of the backwards.
+    next. `alive` is a heap of ``(price / stay, -position where it leaves, item, stay)``; stays are 1 where they do not count.
+    `leaves` has the positions of the backwards.
     """
     item = alive[0][2]
     taken, first, num_layers = recompute_steps[item], columns.first_way[item], columns.num_layers[item]

@@ -24,8 +24,7 @@ class PassTable(NamedTuple):
         rank_of: by stage.
         static: by rank, as in `Tables`.
         num_layers, most: of the item's stage, and most recompute steps of the item.
-        first_way: of each item, where its ways to run begin: one for every number of recompute steps, from none to most. Equal
-            stages share them.
+        first_way: of each item, where its ways to run begin: one for every number of recompute steps. Equal stages share them.
         kept_bytes, again_us, whole, split, price: by way, as in `passes.Ways`.
         dear_us: of the dearest step.
         need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A
@@ -78,11 +77,7 @@ def need_columns(
     num_chunks: int,
     transfer_us: Callable[[MessageKind | Collective | None, int], Sequence[float] | Numbers],
 ) -> tuple[IntegerList, IntegerList, FloatList]:
-    """Resolve the table of operations into `PassTable.need_starts`, `needs` and `need_us`.
-
-    Args:
-        transfer_us: times by chunk of a transfer over the boundary behind a stage.
-    """
+    """Resolve operations into `PassTable.need_starts`, `needs` and `need_us`, from times of transfers over boundaries."""
     starts, needs, carried = _needs(kinds, tuple(rank_of), num_items, num_chunks)
     times_us = [np.array([transfer_us(*transfer) for transfer in site]).T.ravel() for site in carried]
     return integers(starts), integers(needs), floats(np.concatenate([np.zeros(0), *times_us]))

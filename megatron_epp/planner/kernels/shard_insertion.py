@@ -18,8 +18,7 @@ class Shards(NamedTuple):
     """Times and bytes of shards, and storage for a run.
 
     Attributes:
-        line: chunks in the order of the last stage's forwards; empty where there are no shards.
-        position: of each chunk in `line`.
+        line, position: chunks in the order of the last stage's forwards, empty without shards, and where in it each is.
         split: by item, nonzero if its weight gradient is an action of its own.
         took_us: time of every action, by node.
         spread_us, gather_us: time of the collectives, by chunk.
@@ -67,16 +66,11 @@ class Shards(NamedTuple):
 def insert(
     actions: IntegerList, starts: IntegerList, ends: IntegerList, columns: PassTable, recompute_steps: IntegerList, run: Shards
 ) -> float:
-    """Run the pipeline and insert `S`, `N` and `T`; return the makespan in microseconds, or `STUCK` if not all can run.
+    """Run the pipeline, write the order with `S`, `N` and `T` to `run.out`, and return its makespan in microseconds or `STUCK`.
 
     The rank whose next action starts first runs it, so all that could come earlier is known. A rank prefers the loss to a
     shard, and a shard to its next forward or backward, if both can start at the same time. A weight gradient runs if nothing
     else can start before it ends, or if its memory is needed.
-
-    Args:
-        actions, starts, ends: the order without shards (`Codes`), and where each rank's begins and ends.
-        recompute_steps: recompute steps by item; none in a forward-only order.
-        run: times, bytes and storage; `run.out` is the result.
     """
     reset(actions, starts, ends, run)
     if run.backward != 0:

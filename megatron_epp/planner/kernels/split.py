@@ -31,9 +31,7 @@ class Whole(NamedTuple):
     """An order of forwards and whole backwards, and what its actions take.
 
     Attributes:
-        actions, starts: the order (`Codes`).
-        whole_us: time of every action by node, backwards with their weight gradients (`timing.durations`).
-        split_us: the same, backwards without them.
+        whole_us, split_us: time of actions by node, backwards with their weight gradients (`timing.durations`), and without.
         free: bytes below the cap while each action runs, by position.
         extra: bytes that each backward needs more if its weight gradient is split off, by position.
         takes, gives: bytes that each action allocates and frees (`live_bytes.step_bytes`), by position.
@@ -53,11 +51,9 @@ class Whole(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Results of `fill`, and its storage.
+    """Results of `fill`, the actions of every rank with weight gradients, and its storage.
 
     Attributes:
-        actions: of every rank, with weight gradients.
-        starts, ends: where each rank's actions start and end.
         waiting: items whose weight gradients wait or have waited, from each rank's start in `Whole.starts` on.
         first, last: of each rank, where the waiting ones begin and end.
         waiting_bytes: what they hold, by rank.
@@ -78,11 +74,7 @@ class Filled(NamedTuple):
 
 
 def storage(actions: IntegerList, starts: IntegerList, columns: PassTable) -> tuple[Whole, Filled]:
-    """Return storage for an order, and for the same with weight gradients.
-
-    Args:
-        actions, starts: the order (`Codes`), of forwards and whole backwards.
-    """
+    """Return storage for an order of forwards and whole backwards (`Codes`), and for the same with weight gradients."""
     count, ranks = len(actions), len(starts) - 1
     whole_us, split_us = floats(columns.action_us), floats(columns.action_us)
     free, extra, takes, gives = (integer_zeros(count) for _ in range(4))
@@ -108,10 +100,8 @@ def split_off(
 ) -> float:
     """Put weight gradients into an order, and return its makespan in microseconds, or `STUCK` if it deadlocks.
 
-    Args:
-        whole: the order; all else in it is written.
-        away: bytes that copies have taken away while each action runs, by position; empty where there are none.
-        gap_share: share of a weight gradient's time that a gap needs for it to run there.
+    All but the order in `whole` is written. `away` are bytes that copies have taken away while each action runs, by position,
+    or empty. A gap needs `gap_share` of a weight gradient's time for it to run there.
     """
     durations(columns, recompute_steps, whole.none, whole.whole_us)
     durations(columns, recompute_steps, whole.every, whole.split_us)
@@ -143,10 +133,7 @@ def spare_bytes(columns: PassTable, recompute_steps: IntegerList, caps: IntegerL
 
 @inlined
 def leaves_bytes(columns: PassTable, item: int) -> bool:
-    """Return True if a backward leaves bytes for its weight gradient, or its chunk keeps none at all.
-
-    The backward of a stage without layers leaves nothing for a W to read.
-    """
+    """Return True if a backward leaves bytes for its weight gradient, or its chunk keeps none: on a stage without layers."""
     return columns.weight_bytes[item] > 0 or columns.kept_bytes[columns.first_way[item]] + columns.forward_alloc[item] == 0
 
 

@@ -16,13 +16,7 @@ NEVER_US = 1e300
 
 
 class StepChoice(NamedTuple):
-    """State that the local search changes.
-
-    Attributes:
-        actions: of every rank (`Codes.actions`).
-        recompute_steps: recompute steps by item.
-        limit: most recompute steps by item, where that fits.
-    """
+    """State that the local search changes: orders (`Codes.actions`), recompute, and limits of it where that fits, by item."""
 
     actions: IntegerList
     recompute_steps: IntegerList
@@ -33,18 +27,15 @@ class Facts(NamedTuple):
     """Inputs of the local search that stay fixed.
 
     Attributes:
-        columns: times and sizes by item.
         group_of: the sequence of each chunk.
         caps_at: bytes of the caps, by position among the actions.
-        dear: the items of every rank, dearest recompute first, rank by rank.
-        dear_starts: where each rank's items start; all zero where recompute is not to be trimmed.
+        dear, dear_starts: the items of every rank, dearest recompute first, and where each rank's start; all zero where
+            recompute is not to be trimmed.
         no_split: zeros by item.
-        copies: none.
+        copies, away: none.
         splits: nonzero if a choice is judged with its weight gradients split off, too, where that is faster.
         whole, filled: storage for these; the actions of `whole` are the judged choice's.
-        away: empty.
-        full, shards: columns of orders with the vocabulary's shards, and storage for their operations; `shards.line` is empty
-            where there are none.
+        full, shards: columns of orders with the vocabulary's shards, and storage for these; without, `shards.line` is empty.
     """
 
     starts: IntegerList
@@ -96,13 +87,8 @@ def search(
 ) -> float:
     """Take steps from `now`; leaves the best choice in `best` and returns its makespan.
 
-    A step that is a little slower than what it starts from is taken too, less and less so until the search returns to the best.
-
-    Args:
-        steps, period: how many to take, and how many before each return to the best.
-        start_us: makespan of `now`.
-        bound_us: where to stop.
-        allowance: most that a step may be slower by at first.
+    A step that is a little slower than what it starts from is taken too, at first by `allowance` at most, less and less until
+    the search returns to the best, every `period` steps. It stops at `bound_us`.
     """
     now_us = best_us = start_us
     copy_choice(now, best)
@@ -146,11 +132,7 @@ def below(numbers: IntegerList, count: int) -> int:
 
 @compiled
 def change(trial: StepChoice, facts: Facts, spare: Spare) -> tuple[int, int]:
-    """Change one thing; return the range of ranks concerned, empty where the change is not allowed.
-
-    Args:
-        trial: the state, changed in place.
-    """
+    """Change one thing in place; return the range of ranks concerned, empty where the change is not allowed."""
     ranks, numbers = len(facts.starts) - 1, spare.numbers
     kind = below(numbers, 8)
     if kind < 4:
@@ -231,11 +213,7 @@ def trade(actions: IntegerList, facts: Facts, numbers: IntegerList) -> bool:
 
 @compiled
 def legal(actions: IntegerList, rank: int, facts: Facts, seen: IntegerList) -> bool:
-    """Return True if on every stage of a rank a sequence's forwards ascend, and its backwards follow them and descend.
-
-    Args:
-        seen: room for two numbers per item; by stage and sequence, the last forward and the last backward.
-    """
+    """Return True if on every stage of a rank a sequence's forwards ascend, and its backwards follow them and descend."""
     chunks, group_of = facts.columns.num_chunks, facts.group_of
     begin, stop = facts.starts[rank], facts.starts[rank + 1]
     for at in range(begin, stop):

@@ -30,8 +30,7 @@ class CopyColumns(NamedTuple):
         after: the index among the codes' actions whose end each waits for, or -1.
         load_of: index of the load of each item among all copies, or -1.
         links: of each rank, the link that it shares or has.
-        start_us, end_us, at, clock_us: where `play` writes.
-        lane_us: the same; when either direction of a link is free.
+        start_us, end_us, at, clock_us, lane_us: where `play` writes; the last, when either direction of a link is free.
     """
 
     items: IntegerList
@@ -52,13 +51,9 @@ class CopyColumns(NamedTuple):
 def play(
     actions: IntegerList, starts: IntegerList, columns: PassTable, took_us: FloatList, copies: CopyColumns, room: Room
 ) -> float:
-    """Compute the makespan of an order, in microseconds; `STUCK` if it deadlocks.
+    """Compute the makespan of an order with actions of `took_us` by node, in microseconds; `STUCK` if it deadlocks.
 
-    An order has the slices of a sequence ascending in forward and descending in backward on every rank, which is then all they
-    ask for.
-
-    Args:
-        took_us: time of every action, by node (`durations`).
+    On every rank, the slices of a sequence ascend in forward and descend in backward, which is then all that they ask for.
     """
     ranks = len(starts) - 1
     for node in range(len(room.ended_us)):
@@ -140,11 +135,7 @@ def advance(
 
 @inlined
 def arrived_us(node: int, columns: PassTable, ended_us: FloatList) -> float:
-    """Time at which all is there that an action needs from other sites; negative if something has not run.
-
-    Args:
-        ended_us: end of each node; negative while it has not run.
-    """
+    """Time at which all is there that an action needs from other sites; negative if something has not run."""
     last_us = 0.0
     for edge in range(columns.need_starts[node], columns.need_starts[node + 1]):
         ended = ended_us[columns.needs[edge]]
@@ -191,12 +182,7 @@ def take_turn(copies: CopyColumns, room: Room) -> int:
 
 @compiled
 def durations(columns: PassTable, recompute_steps: IntegerList, split: IntegerList, out: FloatList) -> None:
-    """Compute the times of backwards with recompute, without the weight gradients that `split` marks.
-
-    Args:
-        split: by item, nonzero if its weight gradient is an action of its own.
-        out: time of every action by node; only times of backwards are written.
-    """
+    """Compute the times of backwards by node with recompute, without the weight gradients that `split` marks by item."""
     items = columns.num_items
     for item in range(len(recompute_steps)):
         again_us = columns.again_us[columns.first_way[item] + recompute_steps[item]]
@@ -208,7 +194,6 @@ def durations(columns: PassTable, recompute_steps: IntegerList, split: IntegerLi
 
 @compiled
 def mark_split(actions: IntegerList, split: IntegerList) -> None:
-    """Mark the items whose weight gradient is an action of its own."""
     for item in range(len(split)):
         split[item] = 0
     for at in range(len(actions)):

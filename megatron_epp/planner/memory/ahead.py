@@ -1,7 +1,6 @@
 """Copies of all that the links to the hosts have time for, required by a cap or not; then recompute, where ranks are above it.
 
-`offload` copies what is above a cap, when it is. Copies made ahead of that spare recompute wherever a link is free before it is
-needed (PipeOffload, 2503.01328, and SPPO, 2503.10377, copy so).
+They spare recompute wherever a link is free before it is needed (PipeOffload, 2503.01328, and SPPO, 2503.10377, copy so).
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ ROUNDS = 6
 
 
 def longest_lived_shares(tables: Tables) -> Shares:
-    """Return 1 for the first stages of each rank, as many as are copied both ways while the rank computes, and 0 for others.
-
-    If there is no time for one, its share is what there is time for.
+    """Return 1 for the first stages of each rank, as many as are copied both ways while the rank computes, and 0 for others. If
+    there is no time for one, its share is what there is time for.
     """
     shares: list[list[float]] = [[0.0] * tables.num_chunks for _ in tables.rank_of]
     for stages in tables.stages_of:
@@ -53,14 +51,8 @@ def fit_ahead(
 ) -> Copied | None:
     """Copy shares of activations, each as soon as it can go and back as late as possible, where the link has time for both.
 
-    Chunks that stay recompute where ranks are above their caps.
-
-    Args:
-        limit_us: makespan at which no further recompute is tried.
-        limit: most recompute steps of each stage and chunk; None for all.
-
-    Returns:
-        The copies and the recompute; None where these do not suffice, or take longer than the limit.
+    Chunks that stay recompute, within `limit` steps, where ranks are above their caps. Returns None where that does not
+    suffice, or takes longer than `limit_us`.
     """
     codes, aims = encode_known(order, tables.num_chunks), tuple(caps)
     backwards = without_weights(order) if any(action.op is Op.W for row in order for action in row) else order
@@ -88,7 +80,7 @@ def fit_ahead(
 
 
 def _in_time(order: Order, codes: Codes, tables: Tables, steps: RecomputeSteps, wanted: Shares) -> Offload:
-    """Copy the chunks for which the link has time, in the order in which their forwards end."""
+    """Copy the chunks for which the link has time, in the order of their forwards' ends."""
     played, held = play(codes, tables, steps), held_bytes(codes, tables, steps)
     links = {link: (Busy(), Busy()) for link in tables.host_links}
     shared = len(links) < len(order)

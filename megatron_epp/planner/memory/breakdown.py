@@ -25,11 +25,7 @@ from megatron_epp.planner.tables import static_items
 
 
 def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
-    """Split the bytes of a plan into items.
-
-    Args:
-        plan: made with `costs`.
-    """
+    """Split the bytes of a plan, made with `costs`, into items."""
     work = work_of(plan.chunks, plan.lengths, plan.token_multiple)
     stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
     steps = [step for _, rows in plan.tables for row in rows for step in row]
@@ -61,19 +57,16 @@ def peak_items(plan: Plan, costs: Costs) -> dict[str, int]:
 
 
 def _added(step: AnyStep) -> tuple[Items, Items]:
-    """Bytes by item of a step of an added operation."""
     name = _name_of(operation(step.action.op))
     return {name: step.alloc_bytes}, {name: step.free_bytes}
 
 
 def _name_of(added: Operation) -> str:
-    """Name of the item of an added operation, one for those that are only there together: one frees what another allocates."""
+    """Name an added operation's item, one for those that are only there together: one frees what another allocates."""
     return operation(added.together[0]).text if added.together else added.text
 
 
 class _Stage:
-    """Bytes by item that the steps of one stage allocate and free."""
-
     def __init__(self, plan: Plan, costs: Costs, stage: int, work: ChunkWork) -> None:
         self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
         slices, there = (chunk.slice_of(plan.lengths) for chunk in plan.chunks), plan.kv_offload_on(stage)
@@ -157,11 +150,7 @@ class _Stage:
         return takes, _filled(gives, step.free_bytes, item.LAYERS)
 
     def _backward_peak(self, c: int, num_bytes: int, split: bool, left: Counter[str]) -> dict[str, int]:
-        """Compute by item the peak of a backward above the bytes live when it starts.
-
-        Args:
-            left: bytes that the backward leaves; the peak where it is there only in the end.
-        """
+        """Compute by item the peak of a backward above the bytes live when it starts: at its end, what it leaves."""
         recompute = self.recompute[c]
         sizes = {key[:2]: BackwardBytes(*(items[:, c] for items in self.backward[*key[:2], split])) for key in self.backward}
         layers = [(recompute.mode(number), kind) for number, kind in enumerate(self.kinds)][::-1]
@@ -175,11 +164,7 @@ class _Stage:
 
 
 def _streamed(costs: Costs, stage: int, work: ChunkWork, kv_offload: BoolColumn) -> list[tuple[int, int]]:
-    """List the device bytes of each chunk's forward and backward for keys and values that are in host memory (KV offload).
-
-    Args:
-        kv_offload: of each chunk, True if its keys and values are in host memory.
-    """
+    """List the device bytes of each chunk's forward and backward for keys and values in host memory (KV offload)."""
     if not kv_offload.any():
         return [(0, 0)] * len(kv_offload)
     sizes = costs.kv_offload_costs(stage, work)
@@ -187,22 +172,16 @@ def _streamed(costs: Costs, stage: int, work: ChunkWork, kv_offload: BoolColumn)
 
 
 def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:
-    """Name of the item of layers that absorbs rounding."""
     names = item.RECOMPUTE_MODE_ITEMS.values() if recompute.num_layers else (item.LAYERS,)
     return max(names, key=lambda name: items.get(name, 0))
 
 
 def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:
-    """Return the items with one of them adjusted so that they add up to `num_bytes`.
-
-    Args:
-        items: bytes by item.
-    """
+    """Return the bytes by item with one item adjusted so that they add up to `num_bytes`."""
     return items | {name: items.get(name, 0) + num_bytes - sum(items.values())}
 
 
 def _moved(sizes: Items, num_bytes: int) -> dict[str, int]:
-    """Split `num_bytes` over the kept items in proportion to their sizes."""
     whole, before, part, moved = sum(sizes.values()), 0, 0, {}
     for name, size in sizes.items():
         part += size

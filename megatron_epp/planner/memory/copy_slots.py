@@ -28,9 +28,8 @@ Floats = NDArray[np.float64]
 class ChosenSlots(NamedTuple):
     """A copy, when it is to start, and the compute action it waits for.
 
-    Attributes:
-        position: of the last action of the rank that must have ended. Copies that start at the same time are ordered by it,
-            since a backward that waits for a load may take no time.
+    Copies that start at the same time are ordered by `position`, of the last action of the rank that must have ended, since a
+    backward that waits for a load may take no time.
     """
 
     start_us: float
@@ -43,16 +42,10 @@ class ChosenSlots(NamedTuple):
 def choose(
     order: Order, tables: Tables, excess: Sequence[Integers], recompute_steps: RecomputeSteps, played: Played
 ) -> Iterator[list[tuple[int, Chooser]]]:
-    """Copies against the times of an order.
+    """Yield copies against the times of an order, link by link: its ranks and what they have chosen.
 
-    Ranks that share a link to the host choose in the order of the times at which they are above what they aim at, so that each
-    finds the gaps that the others leave.
-
-    Args:
-        excess: bytes of every rank above what it aims at, while each of its actions runs.
-
-    Yields:
-        link by link, its ranks and what they have chosen.
+    Ranks that share a link choose in the order of the times at which they are above what they aim at, so that each finds the
+    gaps that the others leave. `excess` is that of every rank while each of its actions runs.
     """
     shared = len(set(tables.host_links)) < len(order)
     for number in dict.fromkeys(tables.host_links):
@@ -73,10 +66,8 @@ def choose(
 class Chooser:
     """Chooser of one rank's copies.
 
-    Attributes:
-        excess: bytes above the aim, by position in the rank's list; less with every copy.
-        away: bytes that are then away, by position in the rank's list.
-        out, back: times at which either direction of the link is taken.
+    By position in the rank's list, `excess` are bytes above the aim, less with every copy, and `away` bytes that are then away.
+    `out` and `back` have the times at which either direction of the link is taken.
     """
 
     def __init__(
@@ -106,8 +97,7 @@ class Chooser:
     def walk(self) -> Iterator[float]:
         """Walk along the rank's list; wherever it is above the aim, copy away the live chunk that is needed again last.
 
-        Yields:
-            before each choice, the time at which the rank is above the aim, in microseconds.
+        Yields before each choice the time at which the rank is above the aim, in microseconds.
         """
         alive: list[tuple[int, int, Action]] = []
         if int(self.excess.max()) <= 0:
@@ -139,11 +129,7 @@ class Chooser:
         return 0 if allowed < min(kept_bytes, self.tables.layer_input(stage, c)) else allowed
 
     def take(self, forward: Action, entered: int, share: float, wanted_us: float, gone_us: float) -> bool:
-        """Copy a share of a chunk's kept bytes in gaps of the link: out as early, and back as late as possible.
-
-        Returns:
-            True if the link has time for both.
-        """
+        """Copy a share of a chunk's kept bytes in gaps of the link, if any, out as early and back as late as possible."""
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
         kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])

@@ -44,14 +44,10 @@ def with_kv_offload(
     sharing: float = 1.0,
     in_order: bool = False,
 ) -> Tables:
-    """Compute the tables of a plan with KV offload.
+    """Compute the tables of a plan with KV offload from those without.
 
     A pass takes longer by the part of the streaming that attention does not hide, and holds pieces while it runs in the place
-    of caches that stay.
-
-    Args:
-        tables: of a plan without KV offload.
-        sharing: one of `SHARINGS`; 1 without copies of activations.
+    of caches that stay. `sharing` is one of `SHARINGS`; 1 without copies of activations.
     """
     work = work_of_table(chunks, problem)
     host_costs, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
@@ -72,9 +68,6 @@ def leaves_link(copies: Copies, tables: Tables, makespan_us: float, sharing: flo
     """Return True if copies of activations take no more than half of the time on each link that `sharing` leaves them.
 
     Half: they are not spread evenly, and passes that run meanwhile have less of the link than the average.
-
-    Args:
-        copies: of every rank, with the times of `tables`.
     """
     took_us = dict.fromkeys(tables.host_links, 0.0)
     for link, row in zip(tables.host_links, copies, strict=True):
@@ -83,11 +76,7 @@ def leaves_link(copies: Copies, tables: Tables, makespan_us: float, sharing: flo
 
 
 def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts) -> StagePasses:
-    """Add the times and device bytes of keys and values that stream from and to the host.
-
-    Args:
-        passes: of a stage, without caches of these chunks.
-    """
+    """Add times and device bytes of keys and values streamed from and to the host to a stage's passes without these caches."""
     pieces = np.where(which, host.forward_bytes, 0)
     passes = replace(
         passes,
@@ -108,20 +97,12 @@ def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts) -> St
 
 
 def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWork:
-    """Return the work without keys and values of slices on the device.
-
-    Args:
-        which: of those chunks; None for all.
-    """
+    """Return the work without keys and values on the device of slices: of those chunks; None for all."""
     return replace(work, cache_tokens=np.where(True if which is None else which, 0, work.cache_tokens))
 
 
 def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: float = 1.0) -> dict[int, KVOffloadCosts]:
-    """Compute the costs of KV offload for every stage that has any, in stage order; equal stages are evaluated once.
-
-    Args:
-        sharing: factor by which the link is slower for each of its uses.
-    """
+    """Compute the costs of KV offload for every stage that has any, in stage order; equal stages are evaluated once."""
     equal_stages, stages = costs.equal_stages, sorted({stage for stage, _ in pairs})
     distinct = {first: costs.kv_offload_costs(first, work, sharing) for first in {equal_stages[stage] for stage in stages}}
     return {stage: distinct[equal_stages[stage]] for stage in stages}
@@ -150,9 +131,8 @@ def choices(
 ) -> tuple[Pairs, Pairs]:
     """Choose stages and sequences for KV offload; none where no rank lacks memory or none of its sequences is cut.
 
-    Returns:
-        two choices: on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and in
-        addition to these all pairs of every rank that recomputes anything.
+    Returns two choices: on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and
+    in addition to these all pairs of every rank that recomputes anything.
     """
     sizes = _sizes(tables, chunks, problem)
     codes = encode(order, len(chunks))
@@ -183,7 +163,6 @@ def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Proble
 
 
 def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
-    """List, for every rank, the stages and sequences open to KV offload, largest cache first."""
     slices = slices_in(chunks, problem.lengths)
 
     def largest_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:

@@ -45,23 +45,17 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Copies overlapped with an order.
-
-    Attributes:
-        shares: of the kept bytes that are copied away, ``[stage][chunk]``.
-    """
+    """Copies overlapped with an order; `shares` of the kept bytes that are copied away are ``[stage][chunk]``."""
 
     recompute_steps: RecomputeSteps
     shares: tuple[tuple[float, ...], ...]
     copies: CopyOrder
 
     def moved(self, tables: Tables, stage: int, c: int) -> int:
-        """Bytes that a copy of a chunk moves."""
         kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
         return moved_of(kept_bytes, tables.layer_input(stage, c), self.shares[stage][c])
 
     def most_away(self, tables: Tables) -> list[int]:
-        """Most bytes that each rank has away at one time."""
         return [
             max(
                 accumulate(in_units(self.moved(tables, stage, c)) * (1 if op is Op.O else -1) for (op, stage, c), _ in row),
@@ -72,11 +66,7 @@ class Offload:
 
 
 class Copied(NamedTuple):
-    """Copies that keep ranks within their memory caps.
-
-    Attributes:
-        short_bytes: bytes that a rank lacks in host memory; 0 where there is room.
-    """
+    """Copies that keep ranks within their memory caps, and the bytes that a rank lacks in host memory for them."""
 
     makespan_us: float
     offloads: tuple[Offload, ...]
@@ -88,19 +78,13 @@ def fit_offload(
 ) -> Copied | None:
     """Copy as much as the link has time for and recompute the rest of the excess over the cap.
 
-    How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap
-    that is higher by that share, copies are chosen in the times that follow, and played. What is then above the cap (copies
-    that end later than they were meant to) lowers the aim for the next round. The fastest that fits is returned.
+    How much of that is left to the link is tried from all of it downwards: recompute is fitted to a cap that is higher by that
+    share, copies are chosen in the times that follow, and played. What is then above the cap (copies that end late) lowers the
+    aim for the next round. Returns the fastest for which there is `host_room`, ``[replica][rank]``; else the one that lacks
+    least, or None where no copies meet the caps.
 
-    Lockstep replicas have the same recompute, and each copies what it has to: but only so that no load keeps an action waiting,
-    for that would keep all replicas waiting.
-
-    Args:
-        tables: of every replica; their times are the same (`replicas.slowest_times`).
-        host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
-
-    Returns:
-        the fastest for which there is room; else the one that lacks the least room. None where no copies meet the caps.
+    Lockstep replicas, with equal times (`replicas.slowest_times`), have the same recompute, and each copies what it has to, but
+    only so that no load keeps an action waiting, which would keep all replicas waiting.
     """
     best: Copied | None = None
     lacking: Copied | None = None
@@ -127,9 +111,8 @@ def fit_offload(
 
 
 def floors(order: Order, codes: Codes, tables: Tables) -> list[int]:
-    """Compute the least bytes of every rank in some forward, if all layers recompute and all that other chunks keep is away.
-
-    Not in a backward: that may hold a little less where not all layers recompute (see `least_peaks`).
+    """Compute the least bytes of every rank in some forward, if all layers recompute and all that other chunks keep is away. A
+    backward may hold a little less where not all layers recompute (see `least_peaks`).
     """
     most, by_rank = by_stage(tables.columns.most, tables.columns.num_chunks), []
     for actions, live in zip(order, held_bytes(codes, tables, most), strict=True):
@@ -159,12 +142,7 @@ def _fit_copies(
     """Choose copies for a given recompute, then as much less or more recompute as the memory that they free asks for.
 
     Each round aims below the cap by as much as the last came out above it. None where no copies are chosen, the caps are not
-    met after `ROUNDS`, or the start is slower than `limit_us` by `MOST_START_RATIO`.
-
-    Args:
-        recompute_steps: recompute ``[stage][chunk]`` to start from.
-        limit_us: makespan of the best so far; None where there is none.
-        host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
+    met after `ROUNDS`, or the start is slower by `MOST_START_RATIO` than `limit_us`, the best makespan so far.
     """
     played = play(codes, tables[0], recompute_steps)
     if limit_us is not None and played.makespan_us >= limit_us * MOST_START_RATIO:
@@ -206,12 +184,7 @@ def _chosen(
     played: Played,
 ) -> Offload | None:
     """Choose the copies of one replica and the recompute that remains; None as soon as a rank is above its aim with both.
-
-    Args:
-        held: bytes live while each action runs, ``[rank][position]``.
-        aims: bytes of the ranks to come below.
-        recompute_steps: recompute ``[stage][chunk]`` to start from.
-        played: times of the order without copies.
+    `held` are bytes live while each action runs, ``[rank][position]``; `played` has times without copies.
     """
     shares = [[0.0] * tables.num_chunks for _ in tables.rank_of]
     most = by_stage(tables.columns.most, tables.num_chunks)
@@ -229,10 +202,8 @@ def _chosen(
 
 
 def _most_recompute(recompute_steps: RecomputeSteps, fitted: Sequence[RecomputeSteps]) -> RecomputeSteps:
-    """Combine the recompute of all replicas ``[stage][chunk]``: the maximum.
-
-    With several replicas it is no less than what the times were planned with: then none of their loads comes late because an
-    action ends sooner.
+    """Combine the recompute of all replicas ``[stage][chunk]``: the maximum. Of several it is no less than what the times were
+    planned with, so no load comes late because an action ends sooner.
     """
     return fitted[0] if len(fitted) == 1 else np.max([recompute_steps, *fitted], axis=0).tolist()
 

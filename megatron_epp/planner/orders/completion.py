@@ -29,13 +29,8 @@ differs.
 def completed(
     order: Order, tables: Tables, offload: Offload, caps: tuple[int, ...], split: bool, enough_us: float = 0.0
 ) -> tuple[Order, float]:
-    """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where that is faster.
-
-    Args:
-        split: weight gradients may be split off.
-
-    Returns:
-        The order and its makespan in microseconds.
+    """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where `split` allows it and
+    that is faster; return the order and its makespan in microseconds.
     """
     split_order = order
     if split:
@@ -62,9 +57,6 @@ def with_split_weights(
 
     They wait as the caps let them: for gaps that they fit into, or for gaps of at least `EAGER_GAP` of their time. Where that
     takes longer than `enough_us`, they wait within the peaks of whole backwards: then they run sooner, which may be faster.
-
-    Args:
-        enough_us: makespan at which no further order is tried.
     """
     whole = encode_known(order, tables.columns.num_chunks)
     before = play(whole, tables, offload.recompute_steps, timed(offload, tables)) if offload.copies else None
@@ -85,17 +77,11 @@ def with_split_weights(
 def split_with_copies(
     order: Codes, tables: Tables, offload: Offload, caps: tuple[int, ...], away: Sequence[Sequence[int]], gap_share: float
 ) -> tuple[Codes, float] | None:
-    """Split weight gradients off an order, which may be overlapped with copies.
+    """Split weight gradients off an order, which may be overlapped with copies that have taken `away` bytes.
 
-    The copies start at the ends of the same actions, as soon as their links are free. With the bytes that waiting gradients
-    hold, and with the times that follow, a rank may come out above its cap; then fewer wait, each time twice as many fewer as
-    seems needed.
-
-    Args:
-        away: bytes that the copies of the order have taken away, as `split_weights` takes them.
-
-    Returns:
-        the order and its makespan in microseconds, or None if a rank is above its cap after all rounds.
+    Copies start at the ends of the same actions, as soon as their links are free. Where a rank then comes out above its cap,
+    fewer gradients wait, each time twice as many fewer as seems needed. Returns the order and its makespan in microseconds, or
+    None if a rank is above its cap after all rounds.
     """
     if not offload.copies:
         codes = split_weights(order, tables, offload.recompute_steps, caps, (), gap_share)
@@ -119,20 +105,13 @@ def split_weights(
     away: Sequence[Sequence[int]],
     gap_share: float,
 ) -> Codes:
-    """Split the weight gradients off the backwards of an order.
+    """Split the weight gradients off the backwards of an order that fits the caps with `recompute_steps`.
 
-    A backward then passes its gradient on sooner, and its weight gradient waits, first come first served, for a gap that it
-    fits into, or that has a share of its time: until the next action's input has arrived. Where the waiting ones would lift the
-    rank above its cap, they run before; where even a single one would, the backward stays whole, as does one without anything
-    to delay (`kernels.split.puts_off`).
+    A backward then passes its gradient on sooner, and its weight gradient waits, first come first served, for a gap until the
+    next action's input that it fits into, or that has `gap_share` of its time. Where the waiting ones would lift the rank above
+    its cap, they run before; where even a single one would, the backward stays whole, as does one without anything to delay.
 
-    Args:
-        order: forwards and whole backwards that fit the caps with `recompute_steps`.
-        away: bytes that copies have taken away while each action runs, ``[rank][position]``; empty where there are none.
-        gap_share: share of a weight gradient's time that a gap needs for it to run there.
-
-    Raises:
-        PlanError: the order deadlocks.
+    Copies have taken `away`, ``[rank][position]`` bytes, while an action runs. Raises `PlanError` if the order deadlocks.
     """
     columns, steps = tables.columns_with(order.kinds), integers(chain.from_iterable(recompute_steps))
     whole, filled = split.storage(order.actions, order.starts, columns)
@@ -146,11 +125,7 @@ def split_weights(
 
 
 def peaks(order: Order | Codes, tables: Tables, offload: Offload, played: Played | None = None) -> list[int]:
-    """Compute the most bytes that each rank holds, with the copies that the order is overlapped with.
-
-    Args:
-        played: times of the order with the copies, where they are known.
-    """
+    """Compute the most bytes that each rank holds, with the copies that the order is overlapped with, as it was `played`."""
     if offload.copies:
         times = played or play(order, tables, offload.recompute_steps, timed(offload, tables))
         return peaks_with_copies(order, tables, offload, times)

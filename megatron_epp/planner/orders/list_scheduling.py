@@ -27,17 +27,11 @@ class ListScheduling:
 
     Every stage runs forwards in the order of the table and backwards sequence by sequence with descending slices, so messages
     never cross. A rank starts no further chunk on its first stage while `window` times the ranks (plus the slices of the
-    sequence whose backward is next, less one) are between forward and backward there, unless the next backward needs it. So
-    there is no deadlock: the forwards that the next backward waits for are always allowed.
+    sequence whose backward is next, less one, and `slack` as in `WarmUp`) are between forward and backward there, unless the
+    next backward needs it. So there is no deadlock.
 
-    With `waiting` weight gradients run apart from their backwards, where nothing else is ready or that many wait. They shape
-    the order and are not in it: where they run is decided once the order is known to fit (`orders.completion`).
-
-    Attributes:
-        window: chunks alive on a rank's first stage, in multiples of the ranks.
-        alternating: take forwards and backwards in turn where both are ready.
-        waiting: weight gradients that may wait on a rank, in multiples of the ranks; None runs them with their backwards.
-        slack: further chunks alive, as in `WarmUp`.
+    Unless `waiting` is None, weight gradients run apart from their backwards, where nothing else is ready or so many times the
+    ranks wait. They shape the order and are not in it (`orders.completion`).
     """
 
     window: float

@@ -31,17 +31,13 @@ class Interleaved:
 
     A rank runs as many chunks as there are ranks on its first stage, then on its next, and so on; backwards the other way
     round. Every rank is two backwards ahead of the next. Where that deadlocks, as with chunks that are no multiple of the
-    ranks, the warm-up is the paper's (`one_warm_up`); where that deadlocks too, and for other placements, the order is list
-    scheduling's.
-
-    Attributes:
-        elastic: windows follow the slices; otherwise the warm-up is the paper's.
+    ranks, or unless `elastic`, the warm-up is the paper's (`one_warm_up`); else, and for other placements, it is list
+    scheduling.
     """
 
     elastic: bool = True
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Arguments as in `OrderRule.order`."""
         own, groups = looped(problem), slice_groups(chunks)
         orders = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
         orders += [one_warm_up(groups, own)] if is_looped(problem) else []
@@ -60,26 +56,20 @@ class Interleaved:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Order rule for two stages per rank in a V: a building block repeated for every chunk (2405.15362).
+    """Order rule for two stages per rank in a V: a building block of `BLOCKS` repeated for every chunk (2405.15362).
 
-    Where unequal slices make that a deadlock, and for other placements, it is list scheduling.
-
-    Attributes:
-        name: of the block, in `BLOCKS`.
-        minimal: no forwards ahead of need (`WarmUp`).
+    Where unequal slices make that a deadlock, and for other placements, it is list scheduling. For `minimal` see `WarmUp`.
     """
 
     name: str
     minimal: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Order all actions. Arguments as in `OrderRule.order`."""
         own = Placement("v", problem.num_ranks, 2)
         orders = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
         return running(orders, chunks, tables, problem)
 
     def _order(self, groups: Sequence[range], own: Placement) -> Order:
-        """Give each forward and backward the number of a block: forwards alone where more must run before a backward."""
         forward_blocks: list[int] = []
         backward_blocks: list[int] = []
         for ahead in window_ahead(groups, self.minimal):
@@ -92,17 +82,11 @@ class Block:
 
 
 def actions(op: Op, stage: int, chunks: Sequence[int]) -> list[Action]:
-    """Return an operation of one stage for several chunks.
-
-    Args:
-        stage: where it runs.
-        chunks: in the order in which they run.
-    """
+    """Return an operation of one stage for several chunks, in the order in which they run."""
     return [Action(op, stage, c) for c in chunks]
 
 
 def looped(problem: Problem) -> Placement:
-    """Return the looped placement with as many stages and ranks as the problem has."""
     return Placement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
 
 
@@ -119,11 +103,9 @@ def is_v(problem: Problem) -> bool:
 def in_blocks(
     name: str, own: Placement, rank: int, groups: Sequence[range], forward_blocks: Sequence[int], backward_blocks: Sequence[int]
 ) -> dict[int, Action]:
-    """Forwards and backwards of a rank by the unit of time in which the block has them.
+    """Forwards and backwards of a rank by the unit of time in which the block has them, for two stages on each rank in a V.
 
-    Args:
-        own: two stages on each rank in a V.
-        forward_blocks, backward_blocks: number of the block in which each forward and each backward runs, rising.
+    `forward_blocks` and `backward_blocks` are the rising numbers of the blocks in which each forward and backward runs.
     """
     (first, second), units = own.stages(rank), BLOCKS[name](rank, own.num_ranks)
     by_unit: dict[int, Action] = {}
@@ -160,12 +142,7 @@ BLOCKS: dict[str, Callable[[int, int], Units]] = {"V-Min": v_min, "V-Half": v_ha
 def by_laps(chunks: Sequence[int], size: int, laps: Sequence[int], least: int | None = None) -> list[tuple[int, int]]:
     """List laps and chunks: `size` chunks on the first lap, the same on the next, and so on; then the next chunks.
 
-    Args:
-        chunks: in order.
-        size: number of chunks that run on one lap before the next begins.
-        laps: in order.
-        least: leftover chunks that are fewer join the last group, since a group of fewer than the ranks would deadlock; None
-            for `size`.
+    Fewer leftover chunks than `least`, by default `size`, join the last group: one of fewer than the ranks would deadlock.
     """
     starts = range(0, max(1, len(chunks) - (least or size) + 1), size)
     stops = [*starts[1:], len(chunks)]
@@ -175,11 +152,8 @@ def by_laps(chunks: Sequence[int], size: int, laps: Sequence[int], least: int | 
 def one_warm_up(groups: Sequence[range], own: Placement, together: int | None = None) -> Order:
     """Order looped stages with one warm-up per rank: ``2 (p - rank - 1) + (v - 1) n`` forwards (2104.04473, section 2.2.2).
 
-    Where slices need more forwards before the first backward than the warm-up has, it is longer by as many.
-
-    Args:
-        together: chunks n that a rank runs on a stage before it goes on to its next, as Megatron's
-            setting ``microbatch_group_size_per_vp_stage`` says; None for as many as ranks.
+    Where slices need more forwards before the first backward, it has as many more. `together` chunks n, by default as many as
+    ranks, run on a stage before the rank goes on to its next (Megatron's ``microbatch_group_size_per_vp_stage``).
     """
     ranks, laps = own.num_ranks, list(range(own.num_chunks))
     size = together or ranks
@@ -194,12 +168,7 @@ def one_warm_up(groups: Sequence[range], own: Placement, together: int | None = 
 def of_laps(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], own: Placement, ahead: Sequence[Sequence[int]]
 ) -> Order:
-    """Order looped stages whose laps and chunks are the same on all ranks.
-
-    Args:
-        forwards, backwards: laps and chunks, in order (`by_laps`).
-        ahead: for each backward of each rank, how many forwards run before it.
-    """
+    """Order looped stages with equal laps and chunks (`by_laps`) on all ranks, `ahead` forwards before each backward."""
     num_chunks, rows = len(forwards) // own.num_chunks, []
     (laps_f, chunks_f), (laps_b, chunks_b) = (np.array(each, dtype=np.int64).T for each in (forwards, backwards))
     for rank in range(own.num_ranks):
@@ -210,12 +179,7 @@ def of_laps(
 
 
 def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
-    """Run the warm-up, then one forward and one backward in turn, then what is left.
-
-    Args:
-        forwards, backwards: of a rank, in order.
-        warm_up: number of forwards before the turns begin; the first turn's forward is one more before the first backward.
-    """
+    """Run the warm-up, then one forward and one backward in turn, beginning with a forward, then what is left."""
     pairs = zip_longest(forwards[warm_up:], backwards)
     return (*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None))
 

@@ -38,14 +38,7 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
 
     Every rank runs the shards of chunks in the order of the last stage's forwards, each as soon as its input has come and an
     action ends. A weight gradient waits, first come first served, for a gap that it fits into, or until the memory set aside
-    for shards (`Tables.shard_room`) is needed. The order of forwards and backwards stays.
-
-    Args:
-        order: forwards and, unless it is forward-only, backwards, with or without weight gradients of their own.
-        recompute_steps: recompute ``[stage][chunk]``, which makes backwards longer.
-
-    Raises:
-        PlanError: the order deadlocks.
+    for shards (`Tables.shard_room`) is needed. Other actions keep their order. Raises `PlanError` if that deadlocks.
     """
     codes, columns = encode(order, tables.num_chunks, SHARD_KINDS), tables.columns_with(SHARD_KINDS)
     run = storage(tables, np.diff(codes.starts).tolist())
@@ -56,11 +49,7 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
 
 
 def storage(tables: Tables, most: Sequence[int]) -> shard_insertion.Shards:
-    """Collect times and bytes of the shards, and storage for the result.
-
-    Args:
-        most: actions of every rank without the shards' actions.
-    """
+    """Collect times and bytes of the shards, and storage for the result; ranks have these numbers of other actions."""
     chunks, ranks = tables.num_chunks, len(most)
     columns, backward, last_rank = tables.columns_with(SHARD_KINDS), tables.trains, tables.rank_of[-1]
     more = [(2 if backward else 1) * chunks + (chunks if rank == last_rank else 0) for rank in range(ranks)]
@@ -110,6 +99,5 @@ def _fixed_columns(tables: Tables) -> dict[str, Any]:
 
 
 def no_storage() -> shard_insertion.Shards:
-    """Return storage of the same types for tables without shards."""
     empty: dict[Any, Any] = {IntegerList: integer_zeros(0), FloatList: float_zeros(0), int: 0}
     return shard_insertion.Shards(**{name: empty[kind] for name, kind in get_type_hints(shard_insertion.Shards).items()})

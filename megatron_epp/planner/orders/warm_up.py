@@ -1,7 +1,4 @@
-"""1F1B over slices with a warm-up window: from a chunk table and a number of stages to every rank's list of actions.
-
-Chunk tables are numbered in forward order: the slices of a sequence stand together, ascending.
-"""
+"""1F1B over slices with a warm-up window: from a chunk table and a number of stages to every rank's list of actions."""
 
 from __future__ import annotations
 
@@ -29,16 +26,13 @@ Schedule = Callable[[Sequence[Chunk], int, bool], Order]
 class OrderRule(Protocol):
     """Rule by which the search orders a chunk table. Equal rules are equal and hashable, so each is tried once per table.
 
-    `settings.REACHES` lists the rules that are tried: a new one enters the search with one entry.
+    `settings.REACHES` lists the rules that are tried.
     """
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         """Order all actions: forwards and, unless `problem.forward_only`, whole backwards of every stage and chunk.
 
-        Args:
-            chunks: the chunk table in forward order. For lockstep replicas it stands for all of their tables: which chunks are
-                slices of one sequence holds for all, their lengths do not.
-            tables: times in microseconds and sizes in bytes of these chunks ``[stage][chunk]``.
+        The table is in forward order. It stands for all lockstep replicas, in which the same chunks are slices of one sequence.
         """
         ...
 
@@ -46,12 +40,10 @@ class OrderRule(Protocol):
 def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> Order:
     """1F1B over slices (Seq1F1B) of sequences with unequal numbers of them (InfiniPipe, section III-D).
 
-    Forwards run sequence by sequence with ascending slices, backwards sequence by sequence with descending slices. Before its
-    first backward a rank runs ``num_stages - rank - 1 + n`` forwards, n being the slices of the first sequence, and then keeps
-    that many chunks alive: one forward per backward. Where the next sequence has fewer slices than the one whose backward
-    just ended, the rank lets the window shrink by as much before it goes on with forwards.
-
-    With one chunk per sequence this is 1F1B. Sequences must come with falling numbers of slices.
+    Forwards run with ascending slices, backwards with descending ones. Before its first backward a rank runs
+    ``num_stages - rank - 1 + n`` forwards, n being the slices of the first sequence, and then keeps that many chunks alive: one
+    forward per backward. Where the next sequence has fewer slices than the one whose backward just ended, the rank lets the
+    window shrink by as much first. Sequences come with falling numbers of slices; with one each this is 1F1B.
     """
     groups = slice_groups(chunks)
     alive = [done + len(group) for done, group in enumerate(group for group in groups for _ in group)]
@@ -71,12 +63,7 @@ def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahea
 
 
 def merged(forwards: Numbers, backwards: Numbers, ahead: Sequence[int]) -> Numbers:
-    """Put forwards before backwards.
-
-    Args:
-        forwards, backwards: codes of a rank's actions, in order.
-        ahead: for each backward, how many forwards run before it; fewer than before the last one count as equally many.
-    """
+    """Put a rank's forwards, as codes, before backwards: ahead of each so many, of the last no fewer than of others."""
     assert len(ahead) == len(backwards)
     run = np.minimum(np.maximum.accumulate(np.array(ahead, dtype=np.int64)), len(forwards))
     row = np.empty((run[-1] if len(run) else 0) + len(backwards), dtype=np.int64)
@@ -87,16 +74,13 @@ def merged(forwards: Numbers, backwards: Numbers, ahead: Sequence[int]) -> Numbe
 
 
 def order_of(rows: Sequence[Numbers], num_chunks: int) -> CodedOrder:
-    """Return the order of every rank's codes."""
     starts = accumulate(map(len, rows), initial=0)
     return CodedOrder(Codes(integers(np.concatenate(rows)), integers(starts)), num_chunks)
 
 
 def window_ahead(groups: Sequence[range], minimal: bool) -> list[int]:
-    """Compute how many forwards the last rank has run before each of its backwards.
-
-    Args:
-        minimal: up to the end of the backward's sequence; else the number of backwards before it plus its sequence's slices.
+    """Compute how many forwards the last rank has run before each of its backwards: `minimal` up to the end of the backward's
+    sequence; else the number of backwards before it plus its sequence's slices.
     """
     if minimal:
         return [group.stop for group in groups for _ in group]
@@ -119,22 +103,18 @@ ELASTIC_1F1B = OneStagePerRank(elastic_1f1b)
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """1F1B with an elastic warm-up window: one stage per rank, each rank some backwards ahead of the next.
+    """1F1B with an elastic warm-up window: one stage per rank, each rank `lead` backwards ahead of the next.
 
     Let backward k belong to a sequence of n slices. With `minimal` the last rank runs before it the forwards up to the end of
-    that sequence and no more; otherwise k + n forwards, counting k from 0, as `elastic_1f1b` does. The rank r places before the
-    last runs before its backward k what the last rank runs before its backward ``k + lead * r``. So all ranks run their
-    forwards in the same groups, and no rank has to wait for forwards that another has put off.
+    that sequence; otherwise k + n forwards, counting k from 0, as `elastic_1f1b` does. The rank r places before the last runs
+    before its backward k what the last rank runs before its backward ``k + lead * r``. So all ranks run their forwards in the
+    same groups, and no rank has to wait for forwards that another has put off.
 
     `minimal` keeps the fewest chunks alive: while the backwards of a long sequence run, the only forwards in between are those
-    that later ranks need next. A lead of 1 is 1F1B, without slack: all ranks wait wherever two chunks differ in time. With a
-    lead of 2, as many chunks wait between a rank and the next as there are ranks after it.
-
-    Attributes:
-        lead: backwards by which a rank is ahead of the next; at least 1 but where memory is short.
-        minimal: no forwards ahead of need.
-        slack: backwards by which all ranks are further ahead, so that the last one has something to run while the shards of
-            the vocabulary exchange what its backward waits for.
+    that later ranks need next. A lead of 1 is 1F1B: all ranks wait wherever two chunks differ in time. With a lead of 2, as
+    many chunks wait between a rank and the next as there are ranks after it. Less than 1 is for short memory. By `slack`
+    backwards all ranks are further ahead, so that the last one has something to run while the shards of the vocabulary exchange
+    what its backward waits for.
     """
 
     lead: float
@@ -157,14 +137,8 @@ class WarmUp:
 class CappedWarmUp:
     """`WarmUp` with the window between the smallest and the largest, backward by backward as the caps allow.
 
-    While a long sequence is alive its slices leave room for few other chunks, and later for more. So the smallest window waits
-    where there is room, and the largest does not fit. The window counts bytes without recompute; with `room` above 1 it is
-    larger, and some of them are given up by recompute.
-
-    Attributes:
-        lead: as in `WarmUp`.
-        room: bytes of activations that the window may hold, as a multiple of what the caps leave.
-        slack: as in `WarmUp`.
+    While a long sequence is alive its slices leave room for few other chunks, and later for more. The window counts bytes
+    without recompute: `room` times what the caps leave for activations. Above 1 some of them are given up by recompute.
     """
 
     lead: float
@@ -172,7 +146,6 @@ class CappedWarmUp:
     slack: int = 0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        """Return the order of a chunk table. Arguments as in `OrderRule.order`."""
         if problem.forward_only:
             return WarmUp(self.lead, slack=self.slack).order(chunks, tables, problem)
         groups, stages, total = slice_groups(chunks), problem.num_stages, len(chunks)
@@ -185,11 +158,7 @@ class CappedWarmUp:
 
 
 def _fitting(groups: Sequence[range], tables: Tables, problem: Problem, room: float) -> list[NDArray[np.int64]]:
-    """Compute how many forwards each stage may have run before each of its backwards, without recompute.
-
-    Args:
-        problem: one stage per rank, and the caps.
-    """
+    """Compute how many forwards each stage may have run before each of its backwards, without recompute."""
     total, stages = groups[-1].stop if groups else 0, problem.num_stages
     forwards = np.arange(total) << KIND_BITS | FORWARD
     backwards = np.array(descending(groups), dtype=np.int64) << KIND_BITS | BACKWARD

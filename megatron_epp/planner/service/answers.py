@@ -32,15 +32,9 @@ LOADED_OPTIONS = (Options(split_weight=True), Options(offload=True))
 
 @functools.cache
 def load_planner(options: tuple[Options, ...] = LOADED_OPTIONS) -> None:
-    """Plan a small batch with some options, without and with memory caps that matter, as a process does once.
+    """Plan a small batch by the default planner with some options, without and with memory caps that matter, once in a process.
 
-    The compiled loops are read from disk, which takes longer than most plans. Missing ones are compiled, which takes 10 to 25 s
-    of a core.
-
-    Planners of other schedules and of users run as they are only where a batch is planned: they use some of these loops.
-
-    Args:
-        options: to plan with, by the default planner; of their local search one step is taken.
+    Compiled loops are read from disk, which takes longer than most plans, or compiled, which takes 10 to 25 s of a core.
     """
     line, kv = LinearTime(1.0, 0.1, 1e-4), KVBytes(bytes_per_token=64.0, heads=4)
     layers = BlockCosts(kind=LAYER, count=2, forward=line, backward=line.scaled(2), weight=line, bytes_per_token=512.0, kv=kv)
@@ -55,7 +49,6 @@ def load_planner(options: tuple[Options, ...] = LOADED_OPTIONS) -> None:
 
 
 def load(options: Options) -> None:
-    """Load what planning needs with some options."""
     with contextlib.suppress(EppError):  # told where a batch is planned
         load_planner((options,))
 

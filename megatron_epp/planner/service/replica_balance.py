@@ -1,9 +1,8 @@
 """Division of a global batch over data-parallel replicas so that their plans take about equally long.
 
-Replicas wait for each other at the end of every iteration, so the slowest decides. Sequences go longest processing time first
-(LPT; Graham, 1969) to the replica with the least work, as the cost model counts it on the slowest stage, attention included. A
-makespan is more than its work (the pipeline's fill, recompute that the caps force, chunks that do not divide evenly), so a few
-exchanges follow that are judged by makespans, estimated or planned.
+Sequences go longest processing time first (LPT; Graham, 1969) to the replica with the least work, as the cost model counts it
+on the slowest stage, attention included. A makespan is more than its work (the pipeline's fill, recompute that the caps force,
+chunks that do not divide evenly), so a few exchanges follow that are judged by makespans, estimated or planned.
 """
 
 from __future__ import annotations
@@ -33,12 +32,7 @@ WORK_EXCHANGES_PER_UNIT = 4
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Division of a global batch over replicas.
-
-    Attributes:
-        shares: of every replica; each position of the batch is in one of them.
-        makespan_us: of every replica; replicas of a group take equally long.
-    """
+    """Division of a global batch over replicas. Every position is in one share; replicas of a group take equally long."""
 
     shares: tuple[Share, ...]
     makespan_us: tuple[float, ...]
@@ -56,16 +50,10 @@ def divide(
 
     A sequence is never cut between replicas, so one that takes longer than a fair share bounds the balance from below: its
     replica then has nothing else. Sequences whose loss is computed together stay together. In a group of replicas each chunk
-    waits for the others' chunks, so long sequences go to the same group.
+    waits for the others' chunks, so long sequences go to the same group. At most `tries` exchanges are judged by `time_us`.
 
-    Args:
-        lockstep_groups: of the replicas, each of which gets at least one sequence.
-        time_us: makespan of the problems of a group, one for each replica, by their plans or by an estimate.
-        tries: exchanges judged by it, at most.
-
-    Raises:
-        PlanError: there are fewer sequences, or groups of them with one loss, than replicas.
-        InfeasibleError: a share fits no memory cap, as `time_us` says it.
+    Raises `PlanError` for fewer sequences, or groups with one loss, than replicas, and `InfeasibleError` if a share fits no
+    memory cap.
     """
     units, replicas = problem.indivisible, sum(map(len, lockstep_groups))
     if len(units) < replicas:
@@ -123,26 +111,15 @@ def sequence_work(problem: Problem, costs: Costs) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Moves sequences, or swaps two, between the slowest group and another, as long as the slower of both gets faster.
-
-    Attributes:
-        lockstep_groups: of the replicas.
-        work_us: of every sequence.
-        time_us: of the shares of a group.
-    """
+    """Moves or swaps sequences between the slowest group and another, as long as the slower of both gets faster."""
 
     lockstep_groups: LockstepGroups
     work_us: Sequence[float]
     time_us: Callable[[tuple[Share, ...]], float]
 
     def run(self, shares: list[Share], tries: int, enough: float) -> tuple[list[Share], list[float]]:
-        """Exchange sequences between replicas until the imbalance is low enough or no exchange helps.
-
-        Args:
-            enough: imbalance of the groups' times at which to stop.
-
-        Returns:
-            the shares of the replicas and the time of each group.
+        """Exchange sequences between replicas until the groups' imbalance is `enough` or no exchange helps. Returns the shares
+        of the replicas and the time of each group.
         """
         times_us = [self._group_us(shares, lockstep_group) for lockstep_group in self.lockstep_groups]
         while tries > 0 and (math.isinf(max(times_us)) or max(times_us) > (1 + enough) * sum(times_us) / len(times_us)):
@@ -164,12 +141,7 @@ class _Exchange:
         return self.time_us(tuple(shares[replica] for replica in lockstep_group))
 
     def _candidates(self, shares: list[Share], times_us: Sequence[float], slow: int) -> Iterator[tuple[int, list[Share]]]:
-        """Exchanges worth a try, with the fastest group first: that group, and the shares after it.
-
-        Args:
-            shares: positions of each replica's sequences.
-            times_us: makespan of each lockstep group.
-        """
+        """Yield exchanges worth a try, with the fastest group first: that group, and the replicas' shares after it."""
         giver, giver_us = max(
             ((r, self._work(shares[r])) for r in self.lockstep_groups[slow]), key=lambda each: (each[1], -each[0])
         )
@@ -194,14 +166,8 @@ class _Exchange:
 
 
 def _closest(slow: Share, fast: Share, work_us: Sequence[float], target_us: float) -> tuple[int, int | None] | None:
-    """Choose a sequence to give and at most one to take for it, so that about `target_us` of work moves.
-
-    Args:
-        work_us: of every position.
-
-    Returns:
-        the positions to give and to take (None to take none); or None if no pair moves more than nothing and less than twice
-        the target.
+    """Choose a sequence to give and at most one to take for it, so that about `target_us` of work moves. Returns None if no
+    pair moves more than nothing and less than twice the target.
     """
     best: tuple[float, int, int | None] | None = None
     ranked = sorted(fast, key=lambda at: (work_us[at], at))

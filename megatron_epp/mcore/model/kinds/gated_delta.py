@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield why a model with gated delta nets cannot be trained as asked."""
     if getattr(args, "experimental_attention_variant", None) != GATED_DELTA_NET:
         return
     ranks, heads = args.tensor_model_parallel_size * args.context_parallel_size, args.linear_num_key_heads

@@ -20,12 +20,10 @@ class LayerKind:
     """A kind of layers that runs in slices.
 
     Attributes:
-        name: in errors.
         carries: what slices of a sequence hand on in such a layer; empty for nothing.
         symbol: in hybrid patterns; empty for none.
-        flags: of Megatron's that plans cannot honour with such layers.
+        flags: of Megatron's that plans cannot honour with such layers; `problems` are others, a line each.
         modules: function that returns Megatron's classes that mix tokens without core attention, and that `adopt` changes.
-        problems: function from parsed flags to what else cannot be honoured, a line each.
         adopt: changes such layers of a model chunk that Megatron has built, ahead of data parallelism.
     """
 
@@ -39,12 +37,10 @@ class LayerKind:
 
 
 def run_chunks(model: Any, types: tuple[type, ...], forward: Callable[[Any, int, Any, ChunkContext], Any]) -> None:
-    """Have modules of a model run by another function where they get a chunk, and by their own forward otherwise.
+    """Have modules of exactly these types run by `forward` where they get a chunk, and by their own forward otherwise.
 
-    Args:
-        types: of the modules, and no subclasses: these may compute something else.
-        forward: from a module, a number that no other module of the model has, nor this one at another depth of multi-token
-            prediction, hidden states ``[tokens, 1, hidden]`` and the chunk's context to what the module's forward returns.
+    `forward` takes a module, a number that is unique among modules and depths of multi-token prediction, hidden states
+    ``[tokens, 1, hidden]`` and the chunk's context, and returns what the module's own does.
     """
     from megatron_epp.mcore.model.replaced import put
 
@@ -76,7 +72,6 @@ def _of_chunk(
 
 
 def _attention_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what attention with a window or with sinks cannot be trained with."""
     window, softmax = getattr(args, "window_size", None), getattr(args, "softmax_type", "vanilla")
     if window and (window[0] < 1 or window[1] != 0):
         yield f"--window-size {window[0]},{window[1]}: a window is N,0, of at least one token ahead of a token and none behind"
@@ -104,11 +99,9 @@ ATTENTION = LayerKind(
 """Core attention is `core_attention.RelayAttention`, which `adopt` puts into every layer's spec."""
 
 MLP = LayerKind(name="an MLP", symbol="-")
-"""Tokens do not meet there, so it runs as it is."""
 
 
 def _prediction_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield what a model with multi-token prediction cannot be trained with."""
     depths, ranks = getattr(args, "mtp_num_layers", None), args.pipeline_model_parallel_size
     if not depths or not args.save:
         return

@@ -1,6 +1,5 @@
-"""Multi-head latent attention, whose slices hand on keys and values, or with `--epp-latents on` latents.
-
-Core attention then gets the latents and makes keys and values of them (`runtime.attention.latents`).
+"""Multi-head latent attention, whose slices hand on keys and values, or with `--epp-latents on` latents, of which core
+attention makes keys and values (`runtime.attention.latents`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 def _hand_on_latents(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Have every latent attention of a model chunk give its core attention latents in place of keys and values.
 
-    Made ahead of data parallelism and of split weight gradients, whose hooks depend on where a weight gets its gradient: here
-    from core attention in every backward.
+    Data parallelism and split weight gradients come later: their hooks depend on where a weight gets its gradient.
     """
     if args.epp_latents != "on":
         return
@@ -49,7 +47,6 @@ def _hand_on_latents(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
 
 def _attend(module: Any, query: Tensor, cached: tuple[Tensor, Tensor], *options: Any) -> Tensor:
-    """Attend to keys and values made of latents and rotated channels; arguments as `chunk_attention` takes them."""
     from megatron_epp.runtime.attention.latents import latent_attention
 
     expansion = module.linear_kv_up_proj.weight.unflatten(0, (module.num_attention_heads_per_partition, -1))
@@ -57,10 +54,7 @@ def _attend(module: Any, query: Tensor, cached: tuple[Tensor, Tensor], *options:
 
 
 def _latents(linear: Any, latent: Tensor) -> tuple[Tensor, None]:
-    """Return the latents of all tokens as the matrix of a linear layer takes them, ``[tokens, rank]``.
-
-    The gradient that comes back is of this rank's heads: it is summed over tensor-parallel ranks.
-    """
+    """Return the latents of all tokens, ``[tokens, rank]``. Their gradient, of this rank's heads, is summed over ranks."""
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
@@ -73,7 +67,6 @@ def _latents(linear: Any, latent: Tensor) -> tuple[Tensor, None]:
 
 
 def _normed(linear: Any, x: Tensor) -> Tensor:
-    """Apply the norm of a layer that fuses one, as Transformer Engine's for `--qk-layernorm`."""
     from torch.nn import functional
 
     weight = getattr(linear, "layer_norm_weight", None)
@@ -87,9 +80,8 @@ def _normed(linear: Any, x: Tensor) -> Tensor:
 
 
 class _OneHead:
-    """Linear layer of a latent attention's view that keeps the latents, and returns keys and values of one head, all zero.
-
-    Megatron adds the rotated channels behind the key of every head. With one head that is all they are added to.
+    """Linear layer of a latent attention's view that keeps the latents, and returns keys and values of one head, all zero, for
+    Megatron adds the rotated channels behind the key of every head.
     """
 
     def __init__(self, linear: Any, view: Any) -> None:
@@ -106,8 +98,7 @@ class _OneHead:
 def _tensors(module: Any, original: Callable[..., tuple[Any, ...]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return queries, latents ``[tokens, 1, rank]``, rotated channels ``[tokens, 1, rotated]``, and what else Megatron returns.
 
-    Megatron's own method makes them in a view of the module, with other attributes and the same submodules: the module itself
-    may run in another thread meanwhile.
+    Megatron's method runs on a view of the module with other attributes, since the module may run in another thread, too.
     """
     view = object.__new__(type(module))
     view.__dict__ |= module.__dict__

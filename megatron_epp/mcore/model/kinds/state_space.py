@@ -22,7 +22,6 @@ _SYMBOL = "M"
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield why a model with Mamba-2 layers cannot be trained as asked."""
     if _SYMBOL not in (hybrid_pattern(args) or ""):
         return
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
