@@ -28,3 +28,10 @@ def test_every_folder_has_a_row_and_every_row_says_what_it_gains():
 
 def test_a_run_without_flags_wants_no_feature():
     assert [feature.name for feature in FEATURES if feature.wanted(Asked(Namespace()))] == []
+
+
+def test_the_walk_through_an_iteration_names_what_exists():
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", (ROOT.parent / "docs" / "one-iteration.md").read_text())
+    assert len(named) > 20
+    missing = [name for file, name in named if not re.search(rf"^(class|def) {name}\b", (ROOT / file).read_text(), re.M)]
+    assert missing == []
