@@ -23,8 +23,6 @@ class Retired(NamedTuple):
     """A word that is no longer used.
 
     Attributes:
-        pattern: of the word.
-        instead: the words to use.
         names_only: the word is fine in prose.
         allowed: pattern of lines in which it may stand.
     """
