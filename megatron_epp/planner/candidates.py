@@ -28,6 +28,8 @@ NEAR_BOUND_SHARE = 0.002
 """Relative excess over a chunk table's bound up to which other orders of the table are not tried. With 0 two plans of 24
 differ, up to 0.4 % faster; with 0.01 seven, 1.1 % faster to 0.5 % slower.
 """
+MOST_AGAIN = 16
+"""Candidates, the best, that are made again where all tables have more room for messages."""
 ROUNDS = 4
 """Times that copies are chosen for ever lower caps. With 2 or 8 no plan of 24 differs."""
 
@@ -76,7 +78,9 @@ class Candidates:
         fastest_us: makespan of the fastest candidate that fits.
         least_cap_bytes, least_host_bytes: smallest cap, and host memory, for which one would fit; 0 where memory was no
             obstacle.
-        room: bytes of every rank set aside for messages, by the identity of tables whose plans needed more than was expected.
+        room: bytes of every rank set aside for messages where plans needed more than was expected, by the identity of their
+            table and their reach.
+        room_of_reach: the same for all other tables, by the reach, where plans of several needed more.
     """
 
     def __init__(self, replicas: Replicas, free: Candidates | None = None, chunks: tuple[Chunk, ...] | None = None) -> None:
@@ -90,11 +94,12 @@ class Candidates:
         self.free = free
         self.fastest_us = math.inf
         self.least_cap_bytes = self.least_host_bytes = 0
-        self.room: dict[int, tuple[int, ...]] = {}
+        self.room: dict[tuple[int, str], tuple[int, ...]] = {}
+        self.room_of_reach: dict[str, tuple[int, ...]] = {}
         # Chunk tables are known by their identity: to hash one takes longer than to order it.
         self._by_order: dict[tuple[Any, ...], Candidate] = {}
-        self._bounds: dict[int, float] = {}
-        self._tables: dict[int, tuple[Tables, ...]] = {} if free is None else free._tables
+        self._bounds: dict[tuple[int, str], float] = {}
+        self._tables: dict[tuple[int, str], tuple[Tables, ...]] = {} if free is None else free._tables
         self._orders: dict[tuple[Any, ...], CodedOrder] = {} if free is None else free._orders
 
     def fitting(self) -> list[Candidate]:
@@ -111,11 +116,11 @@ class Candidates:
         table = self.chunk_tables.table(recipe)
         if table is None:
             return None
-        tables, bound_us = self.tables_and_bound(table)
+        tables, bound_us = self.tables_and_bound(table, recipe)
         if bound_us >= limit_us:
             return None
         order = self._order(table, tables, recipe)
-        key = id(table), recipe.copies, order.key
+        key = self._room(table, recipe)[0], recipe.copies, order.key
         if key not in self._by_order:  # many leads give a table the same order
             ordered = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
             unfitted = Candidate(recipe, table, UNLIMITED_BYTES, math.inf, bound_us)
@@ -138,14 +143,14 @@ class Candidates:
         self.came_from.setdefault(before, (None, ""))
         self.came_from.setdefault(after, (before, word))
 
-    def tables_and_bound(self, table: Aligned) -> tuple[tuple[Tables, ...], float]:
+    def tables_and_bound(self, table: Aligned, recipe: Recipe) -> tuple[tuple[Tables, ...], float]:
         """Return times and sizes of the chunks in every replica, and the makespan that none of their orders beats."""
-        number = id(table)
-        if number not in self._tables:
-            self._tables[number] = self.replicas.with_room(self.room.get(number, ())).tables(table)
-        if number not in self._bounds:
-            self._bounds[number] = self.replicas.bound_us(self._tables[number], table)
-        return self._tables[number], self._bounds[number]
+        known, room = self._room(table, recipe)
+        if known not in self._tables:
+            self._tables[known] = self.replicas.with_room(room).tables(table)
+        if known not in self._bounds:
+            self._bounds[known] = self.replicas.bound_us(self._tables[known], table)
+        return self._tables[known], self._bounds[known]
 
     def _order(self, table: Aligned, tables: Sequence[Tables], recipe: Recipe) -> CodedOrder:
         reach = settings.REACHES[recipe.reach]
@@ -294,19 +299,40 @@ class Candidates:
             needed = self.problem.host_cap_bytes + short_bytes
             self.least_host_bytes = min(self.least_host_bytes or needed, needed)
 
-    def set_room(self, candidate: Candidate, needed: Sequence[int]) -> Candidate:
-        """Make the candidates of a table again with the memory for messages that a plan needed; return the best of all."""
-        table, number = candidate.table, id(candidate.table)
-        before = self.room.get(number) or (0,) * len(needed)
-        self.room[number] = room_for(before, needed)
-        self._tables = {other: tables for other, tables in self._tables.items() if other != number}
-        self._bounds.pop(number, None)
-        self._by_order = {key: known for key, known in self._by_order.items() if key[0] != number}
-        outdated = [recipe for recipe, known in self.by_recipe.items() if known.table is table]
-        self.by_recipe = {recipe: known for recipe, known in self.by_recipe.items() if known.table is not table}
+    def room_of(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return the bytes of every rank set aside for a plan's messages; none for as many as the problem says."""
+        return self._room(candidate.table, candidate.recipe)[1]
+
+    def _room(self, table: Aligned, recipe: Recipe) -> tuple[tuple[int, str], tuple[int, ...]]:
+        """Return how tables with a recipe's room for messages are known, and the room."""
+        known = id(table), recipe.reach
+        room = self.room.get(known) or self.room_of_reach.get(recipe.reach, ())
+        return known if room else (id(table), ""), room
+
+    def set_room(self, candidate: Candidate, needed: Sequence[int], *, of_all: bool) -> Candidate:
+        """Make candidates again with the memory for messages that a plan needed; return the best.
+
+        They are those of the plan's chunk table and reach, or `of_all` chunk tables and the reach.
+        """
+        table, reach = candidate.table, candidate.recipe.reach
+        room = room_for(self.room_of(candidate) or (0,) * len(needed), needed)
+        if of_all:
+            self.room = {known: own for known, own in self.room.items() if known[1] != reach}
+            self.room_of_reach[reach] = room
+        else:
+            self.room[id(table), reach] = room
+        outdated = [
+            known for known in self.by_recipe.values() if known.recipe.reach == reach and (of_all or known.table is table)
+        ]
+        for known in outdated:
+            del self.by_recipe[known.recipe]
+        self._tables = {known: tables for known, tables in self._tables.items() if known[1] != reach}
+        self._bounds = {known: bound for known, bound in self._bounds.items() if known[1] != reach}
+        self._by_order = {known: own for known, own in self._by_order.items() if known[0][1] != reach}
         self.fastest_us = min((known.makespan_us for known in self.by_recipe.values()), default=math.inf)
-        for recipe in outdated:
-            self.of(recipe)
+        outdated.sort(key=attrgetter("key"))
+        for known in outdated[:MOST_AGAIN] if of_all else outdated:
+            self.of(known.recipe)
         best = self.best()
         self.step(candidate.recipe, best.recipe, "more room for messages: ")
         return best

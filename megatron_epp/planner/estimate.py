@@ -50,7 +50,7 @@ def estimate(problem: Problem, costs: Costs, options: Options, grains: tuple[int
     with uncollected():
         candidates = _few(problem, costs, options, grains)
         best = candidates.best()
-        tables = candidates.tables_and_bound(best.table)[0][0]
+        tables = candidates.tables_and_bound(best.table, best.recipe)[0][0]
         again_us = recompute_times(tables, best.whole_backwards[0].recompute_steps)
         forward = [sum(own.forward_us.tolist()) for own in tables.passes]
         backward = [sum((own.backward_us + row).tolist()) for own, row in zip(tables.passes, again_us, strict=True)]

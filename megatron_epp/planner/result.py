@@ -31,8 +31,8 @@ IMPROVED_TABLES = 3
 """Chunk tables, the fastest, from whose plans local search starts."""
 FINISHED_CANDIDATES = 8
 """Candidates, the fastest, that a finisher (`finisher_of`) tries to improve."""
-ROUNDS = 16
-"""Plans tried with ever more memory for messages."""
+ROUNDS, ROUNDS_OF_TABLES = 16, 4
+"""Plans tried with ever more memory for messages, and those after which the memory is set aside for all chunk tables."""
 
 
 def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, names_cap: bool = True) -> tuple[Plan, ...]:
@@ -106,7 +106,7 @@ def finished(candidates: Candidates) -> Candidate:
     if (finisher := finisher_of(options)) is None:
         return best
     # A finisher makes its own tables: without the room that messages needed before, its plan would lack it again.
-    problem = candidates.replicas.with_room(candidates.room.get(id(best.table), ())).problems[0]
+    problem = candidates.replicas.with_room(candidates.room_of(best)).problems[0]
     fastest = [best, *(candidate for candidate in fitting[:FINISHED_CANDIDATES] if candidate is not best)]
     decisions = [candidate.decisions[0] for candidate in fastest]
     return replace(best, decisions=(finisher(decisions, problem, candidates.replicas.costs, options),))
@@ -116,11 +116,11 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
     """Write a candidate's plans, one for each replica. Raises `MessageRoomError` if they fit but for their messages, and
     `PlanError` if one fails `check`, or replicas' do not match (a bug).
     """
-    replicas, decisions = candidates.replicas.with_room(candidates.room.get(id(best.table), ())), best.decisions
+    replicas, decisions = candidates.replicas.with_room(candidates.room_of(best)), best.decisions
     costs, options = replicas.costs, replicas.options
     if not replicas.is_lockstep:
         return (build_plan(replicas.problems[0], costs, options, decisions[0]),)
-    tables = candidates.tables_and_bound(best.table)[0]
+    tables = candidates.tables_and_bound(best.table, best.recipe)[0]
     if any(pairs := tuple(own.kv_offload for own in decisions)):
         sharing = decisions[0].kv_sharing if any(any(own.copies) for own in decisions) else 1.0
         tables = replicas.kv_offload(tables, best.table, pairs, sharing)
@@ -133,14 +133,14 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
 
 def improved(candidates: Candidates, candidate: Candidate) -> Candidate:
     """Improve a candidate of one replica, without copies, by local search."""
-    whole, (tables,) = candidate.whole_backwards[0], candidates.tables_and_bound(candidate.table)[0]
+    whole, (tables,) = candidate.whole_backwards[0], candidates.tables_and_bound(candidate.table, candidate.recipe)[0]
     moved = improve(whole, tables, candidates.problem, candidates.options, split_weight=candidates.splits)
     return completed(candidates, candidate, moved)
 
 
 def completed(candidates: Candidates, candidate: Candidate, whole: Decisions) -> Candidate:
     """Return a candidate of one replica with other whole backwards, without copies, and with all that is added to these."""
-    tables = candidates.tables_and_bound(candidate.table)[0]
+    tables = candidates.tables_and_bound(candidate.table, candidate.recipe)[0]
     took_us = makespan_us(whole.order, tables[0], whole.recompute_steps)
     return candidates.complete(candidate, (whole,), tables, took_us, [whole.as_offload], candidates.splits)
 
@@ -149,14 +149,15 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
     """Write the plans of the fastest candidate whose messages have room. Raises `InfeasibleError` if none fits, with the
     smallest cap under which one would, but for its messages.
     """
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         if not candidates.fitting():
             break
         best = finished(candidates)
         try:
             return written(candidates, best)
         except MessageRoomError as error:
-            descend(candidates, candidates.set_room(best, error.needed))
+            # Where plans of several tables lack room, those of the others do, too, and each would take a round.
+            descend(candidates, candidates.set_room(best, error.needed, of_all=number >= ROUNDS_OF_TABLES))
     costs, options = candidates.replicas.costs, candidates.options
     raise infeasible(candidates.problem, costs, options, candidates.least_cap_bytes, candidates.least_host_bytes)
 

@@ -86,17 +86,20 @@ def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
     free = candidates.free
     assert free is not None
     best = candidates.best()
+    remade = frozenset(number for number, _ in candidates.room)
     walks = _walk(free, free.best(), is_free=True), _walk(candidates, best, is_free=False)
     if not best.fits:
-        return Explanation(plan, walks, (), best.recipe, (), frozenset(candidates.room))
+        return Explanation(plan, walks, (), best.recipe, (), remade)
     improved, memory = finished(candidates).recipe, tuple(_memory(candidates, best))
-    return Explanation(plan, walks, tuple(_others(candidates, best)), improved, memory, frozenset(candidates.room))
+    return Explanation(
+        plan, walks, tuple(_others(candidates, best)), improved, memory, frozenset(number for number, _ in candidates.room)
+    )
 
 
 def _memory(candidates: Candidates, best: Candidate) -> Iterator[RankMemory]:
     if best.recipe.copies != "none":
         return
-    (tables, *_), _ = candidates.tables_and_bound(best.table)
+    (tables, *_), _ = candidates.tables_and_bound(best.table, best.recipe)
     codes = codes_of(best.whole_backwards)
     nothing = [[0] * len(best.table)] * tables.columns.num_stages
     yield from map(RankMemory, peaks_bytes(codes, tables, nothing), least_peaks(codes, tables))

@@ -101,7 +101,7 @@ def test_where_messages_need_more_room_the_candidates_of_the_table_are_made_agai
     rooms = list[tuple[int, ...]]()
     set_room = Candidates.set_room
     monkeypatch.setattr(
-        Candidates, "set_room", lambda self, table, needed: rooms.append(needed) or set_room(self, table, needed)
+        Candidates, "set_room", lambda self, best, needed, **of: rooms.append(needed) or set_room(self, best, needed, **of)
     )
     placement, costs = Placement("looped", 4, 2), costs_of(8)
     lengths = web_lengths(30, 2, longest=16384)
@@ -202,3 +202,9 @@ def test_in_the_order_of_a_run_there_is_as_much_at_the_host(plan, cache, gradien
 def _moving(copy, size):
     moved = (0, size) if copy.action.op is Op.O else (size, 0)
     return copy._replace(alloc_bytes=moved[0], free_bytes=moved[1])
+
+
+def test_where_most_orders_have_no_room_for_their_messages_an_order_with_few_in_flight_is_planned():
+    """Between laps of stages a rank may hold the messages of most slices of a long sequence."""
+    asked = problem(Placement("looped", 4, 2), (400_000, *[200] * 30), 326 << 30)
+    assert check(plan(asked, costs_of(8))) == []
