@@ -17,11 +17,11 @@ PROGRAMS = {
         ("mcore.entry", "mcore.patches.install", "mcore.iteration.document_schedule", "mcore.training.checkpoints"),
         27_240,
     ),
-    "planner": (("planner.search", "planner.service.answers"), 15_510),
+    "planner": (("planner.search", "planner.service.answers"), 15_540),
     "command line": (("tools.cli.main",), 5_790),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 61_120, "megatron_epp/contrib": 6_120, "tests": 56_220, "scripts": 9_900}
+FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 56_220, "scripts": 9_900}
 
 
 def file_of(module: str) -> Path | None:

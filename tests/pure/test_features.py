@@ -2,11 +2,10 @@
 
 import ast
 import re
-from argparse import Namespace
 
 import pytest
 
-from megatron_epp.features import FEATURES, Asked, Feature
+from megatron_epp.features import FEATURES, Feature
 from tests.pure.test_layers import ROOT, modules
 
 TARGETS = [(feature, target) for feature in FEATURES for target in (feature.adopt, feature.ends, feature.run) if target]
@@ -26,12 +25,7 @@ def test_every_folder_has_a_row_and_every_row_says_what_it_gains():
         assert re.search(r"\d|models", feature.gain), f"{feature.name}: no figure, no feature"
 
 
-def test_a_run_without_flags_wants_no_feature():
-    assert [feature.name for feature in FEATURES if feature.wanted(Asked(Namespace()))] == []
-
-
 def test_the_walk_through_an_iteration_names_what_exists():
     named = re.findall(r"`([\w/]+\.py):(\w+)`", (ROOT.parent / "docs" / "one-iteration.md").read_text())
     assert len(named) > 20
-    missing = [name for file, name in named if not re.search(rf"^(class|def) {name}\b", (ROOT / file).read_text(), re.M)]
-    assert missing == []
+    assert [name for file, name in named if not re.search(rf"^(class|def) {name}\b", (ROOT / file).read_text(), re.M)] == []
