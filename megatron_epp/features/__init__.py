@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from megatron_epp.cost import PipelineCosts
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.plan import Op, Plan
-    from megatron_epp.runtime.recorder import Recorder
 
 
 class Asked(NamedTuple):
@@ -60,16 +59,10 @@ class RunFeature:
         """
         return nullcontext({})
 
-    def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
-        """Use the times of a training iteration."""
-
     @property
     def num_bytes(self) -> int:
         """Bytes that the feature holds on the device for chunks in flight."""
         return 0
-
-    def close(self) -> None:
-        """Complete what background threads do."""
 
 
 @dataclass(frozen=True, slots=True)
