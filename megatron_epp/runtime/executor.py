@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,21 +28,12 @@ Handler = Callable[["Executor", Action], None]
 """Runs one action of an operation. It has the executor's plan, rank, stages, links and recorder."""
 
 
-_BACKWARDS = {Op.B, Op.W}
-"""Operations that cannot take turns with each other: autograd runs both in its one thread of a device, which would wait for
-itself."""
-
-
 class RunError(EppError):
     """An action failed. The message holds the action, the rank and the grid."""
 
 
 class OutOfMemoryRunError(RunError):
     """An action ran out of memory. The message holds the action, the rank, the planned bytes and the bytes in use."""
-
-
-PairRunner = Callable[[Callable[[], None], Callable[[], None]], int]
-"""Runs two actions of a step that need nothing of each other; returns how often it changed between them."""
 
 
 class Executor:
@@ -53,9 +43,8 @@ class Executor:
         links: communicators of the pipeline; None when it has a single rank.
         watchdog: ends the run when an action or a wait outlasts its limit.
         offload, host: of activations and of KV caches; None if the plan offloads none on this rank.
-        handlers: of operations that this package does not define, collectives included.
+        handlers: of operations that this package does not define, collectives included, or in the place of `HANDLERS`.
         program: this rank's part of the plan; prepared now if it is not given.
-        run_pair: runs the two actions of a step, and returns how often it changed between them; None for one after the other.
     """
 
     def __init__(
@@ -70,26 +59,18 @@ class Executor:
         out_of_memory: OutOfMemoryReport = OutOfMemoryReport(),  # noqa: B008 - frozen
         host: HostMemory | None = None,
         handlers: Mapping[Op, Handler] | None = None,
-        run_pair: PairRunner | None = None,
         program: Program | None = None,
     ) -> None:
         self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
         self.offload = offload
         self.recorder = recorder or Recorder(enabled=False)
         self.watchdog, self.out_of_memory = watchdog, out_of_memory
-        self._handlers = {**_HANDLERS, **(handlers or {})}
+        self._handlers = {**HANDLERS, **(handlers or {})}
         program = program or prepare(plan, rank)
         self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
         # A mark is an event on the device for each action: only a watchdog reads them.
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
-        streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
-        self._run_pair, self.num_turns = None if streams_kv else run_pair, 0
-        self._pairs = {
-            step.action: step.also[0]
-            for step in plan.ranks[rank]
-            if len(step.also) == 1 and not {action.op for action in step.actions} <= _BACKWARDS
-        }
         self._moved_bytes = {copy.action: copy.free_bytes for row in plan.copies[rank : rank + 1] for copy in row}
         self._split_backwards = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
         self._last_gradient = {  # of a stage's actions the last in launch order stays
@@ -137,10 +118,9 @@ class Executor:
         try:
             self._open_slots()  # here, where slots change between iterations: no message is under way
             with torch.set_grad_enabled(not self.plan.forward_only), watched:
-                position = 0
-                while position < len(self._actions):
+                for position, action in enumerate(self._actions):
                     self._progress.reach(ProgressPoint(position))
-                    position += self._perform_step(self._actions[position])
+                    self.perform(action, self._handlers[action.op])
                 self._progress.reach(ProgressPoint(len(self._actions)))
                 self._finish()
                 # The host is done; the watch goes on until the device has passed all marks, the last sends among them.
@@ -163,18 +143,10 @@ class Executor:
             with self._explaining_out_of_memory(self._actions[0]):
                 self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
 
-    def _perform_step(self, action: Action) -> int:
-        """Perform an action, with the other one of its step if the two can run together. Returns the number of actions."""
-        other = self._pairs.get(action)
-        if other is None or self._run_pair is None:
-            self._perform(action)
-            return 1
-        self.num_turns += self._run_pair(partial(self._perform, action), partial(self._perform, other))
-        return 2
-
-    def _perform(self, action: Action) -> None:
+    def perform(self, action: Action, handler: Handler) -> None:
+        """Run an action, as a handler does that runs another one with its own."""
         with self._explaining_out_of_memory(action):
-            self._handlers[action.op](self, action)
+            handler(self, action)
 
     @contextmanager
     def _explaining_out_of_memory(self, action: Action) -> Iterator[None]:
@@ -343,7 +315,7 @@ class Executor:
         return f"pipeline rank {self.rank}, step {position}, {step}"
 
 
-_HANDLERS: Mapping[Op, Handler] = {
+HANDLERS: Mapping[Op, Handler] = {
     Op.F: Executor._forward,
     Op.B: Executor._backward,
     Op.W: Executor._weight,

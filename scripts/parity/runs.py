@@ -89,11 +89,13 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     from megatron.core import mpu
     from megatron.training import training
 
+    from megatron_epp.contrib.overlap import exchanges
     from megatron_epp.mcore.features import logged_prediction_losses
     from megatron_epp.mcore.iteration import run_plan as schedule
     from megatron_epp.mcore.training.gradients import parameters, reduced_gradients
 
     step, evaluation, executor = training.train_step, training.evaluate, schedule.Executor
+    together = exchanges.run_together
 
     def train_step(
         forward_step: Any, data: Any, model: Any, optimizer: Any, scheduler: Any, config: Any, passes: Any, **named: Any
@@ -130,15 +132,18 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
                 run.plans.append(plan)
             super().__init__(plan, *rest, **named)
 
-        def run(self) -> None:
-            super().run()
-            run.num_turns += self.num_turns
+    def counted(*args: Any, **named: Any) -> int:
+        turns = together(*args, **named)
+        run.num_turns += turns
+        return turns
 
     training.train_step, training.evaluate, schedule.Executor = train_step, evaluate, RecordedExecutor
+    exchanges.run_together = counted
     try:
         yield
     finally:
         training.train_step, training.evaluate, schedule.Executor = step, evaluation, executor
+        exchanges.run_together = together
 
 
 def save(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
 from megatron_epp.contrib.overlap import exchanges
-from megatron_epp.contrib.overlap.turns import Turns
-from megatron_epp.mcore.iteration.run_plan import _pair_runner
-from megatron_epp.runtime.executor import PairRunner
+from megatron_epp.contrib.overlap.turns import PairRunner, Turns
 from scripts.bench.orders.unit import Unit
 
 ARGUMENTS = {
@@ -33,7 +31,10 @@ def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(name: str = "stp", **changes: Any) -> PairRunner | None:
-    return _pair_runner(Unit(name, 2, 5).plan(), Namespace(rank=0, args=Namespace(**(ARGUMENTS | changes))))
+    """Runner of pairs that handlers have for a plan of two ranks."""
+    feature = exchanges.Overlap(Namespace(rank=0, args=Namespace(**(ARGUMENTS | changes))))
+    with feature.running(Unit(name, 2, 5).plan(), None, None) as handlers:
+        return next((handler.__self__._run_pair for handler in handlers.values()), None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_epp.contrib.overlap import turns
 from megatron_epp.contrib.overlap.joined import Passing, joined_us
-from megatron_epp.contrib.overlap.turns import Collective, exchanges_of, run_together
+from megatron_epp.contrib.overlap.turns import Collective, StepsOfTwo, exchanges_of, run_together
 from megatron_epp.cost import LinearTime
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.slowness import ITERATIONS, SlowStages
@@ -119,11 +119,12 @@ class PausingStage(PlainStage):
 
 def executor_of(plan, exchanges, kind=PausingStage):
     stage = kind(build_part(plan.num_layers, 0), batch_of(plan))
-    return Executor(plan, 0, {0: stage}, run_pair=exchanges and partial(run_together, exchanges=exchanges)), stage
+    steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges))
+    return Executor(plan, 0, {0: stage}, handlers=steps.handlers() if exchanges else {}), stage, steps
 
 
 def run(plan, exchanges, kind=PausingStage):
-    executor, stage = executor_of(plan, exchanges, kind)
+    executor, stage, _ = executor_of(plan, exchanges, kind)
     executor.run()
     return stage
 
@@ -196,9 +197,9 @@ def test_two_backwards_of_a_step_run_one_after_the_other():
     """Autograd has one thread for a device, so the second would wait for the first, which waits for its turn."""
     num_turns = []
     for pair in (("0W0", "0F2"), ("0W1", "0B2")):
-        executor, _ = executor_of(with_steps(pair), no_exchange)
+        executor, _, steps = executor_of(with_steps(pair), no_exchange)
         executor.run()
-        num_turns.append(executor.num_turns)
+        num_turns.append(steps.num_turns)
     assert num_turns[0] > num_turns[1] == 0
 
 
@@ -244,7 +245,7 @@ def test_a_failing_action_of_a_step_is_named_like_any_other():
 
 def test_what_the_second_of_two_forwards_saves_is_counted():
     def peak(exchanges):
-        executor, stage = executor_of(with_steps(("0F0", "0F1")), exchanges)
+        executor, stage, _ = executor_of(with_steps(("0F0", "0F1")), exchanges)
         with SavedTensors(stage.part.parameters(), lambda: stage.kv_cache.num_bytes) as saved:
             executor.run()
         assert saved.live_bytes == 0

@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
 from megatron_epp.contrib.overlap import flags_against_overlap
-from megatron_epp.contrib.overlap.turns import Collective, Turns, exchanges_of, run_together
-from megatron_epp.runtime.executor import PairRunner
+from megatron_epp.contrib.overlap.turns import Collective, PairRunner, StepsOfTwo, Turns, exchanges_of, run_together
+from megatron_epp.features import RunFeature
+from megatron_epp.plan import Op, Plan
+from megatron_epp.runtime.executor import Handler
+
+if TYPE_CHECKING:
+    from megatron_epp.mcore.iteration.base_run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +34,19 @@ _LAUNCHED = (
 The linear layers' own gather with sequence parallelism is not one of them: it fills a buffer that all layers share, which
 another action must not fill before it has been used.
 """
+
+
+class Overlap(RunFeature):
+    """Steps of two actions in a run, where its plans have such steps."""
+
+    def __init__(self, run: Run) -> None:
+        self._args, self._rank = run.args, run.rank
+
+    @contextmanager
+    def running(self, plan: Plan, inputs: Any, reduction: Any) -> Iterator[Mapping[Op, Handler]]:
+        has_steps = any(step.also for step in plan.ranks[self._rank])
+        run_pair = pair_runner(self._args) if has_steps else None
+        yield {} if run_pair is None else StepsOfTwo(plan, self._rank, run_pair).handlers()
 
 
 def pair_runner(args: argparse.Namespace) -> PairRunner | None:

@@ -12,15 +12,22 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_epp.plan import EppError
+from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.runtime.autograd import weights
 from megatron_epp.runtime.autograd.saved import tracking_in_this_thread
+from megatron_epp.runtime.executor import HANDLERS, Executor, Handler
 from megatron_epp.runtime.side_thread import SideThread
+
+_BACKWARDS = {Op.B, Op.W}
+"""Operations that cannot take turns with each other: autograd runs both in its one thread of a device, which would wait for
+itself."""
+PairRunner = Callable[[Callable[[], None], Callable[[], None]], int]
+"""Runs two actions of a step that need nothing of each other; returns how often it changed between them."""
 
 
 class AbandonedError(EppError):
@@ -185,3 +192,31 @@ class _Work:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+class StepsOfTwo:
+    """Handlers that run the other action of a step with the first, if they can take turns, and not once more by itself."""
+
+    def __init__(self, plan: Plan, rank: int, run_pair: PairRunner) -> None:
+        self._run_pair, self.num_turns = run_pair, 0
+        streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
+        self._pairs = {
+            step.action: step.also[0]
+            for step in plan.ranks[rank]
+            if len(step.also) == 1 and not streams_kv and not {action.op for action in step.actions} <= _BACKWARDS
+        }
+        self._done = set[Action]()
+
+    def handlers(self) -> dict[Op, Handler]:
+        return dict.fromkeys({action.op for pair in self._pairs.items() for action in pair}, self._run)
+
+    def _run(self, executor: Executor, action: Action) -> None:
+        handler, other = HANDLERS[action.op], self._pairs.get(action)
+        if action in self._done:
+            self._done.remove(action)
+        elif other is None:
+            handler(executor, action)
+        else:
+            self._done.add(other)
+            second = partial(executor.perform, other, HANDLERS[other.op])
+            self.num_turns += self._run_pair(partial(handler, executor, action), second)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -16,11 +15,8 @@ from megatron_epp.mcore.iteration.reduction import Reduction, gather_parameters
 from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.plan import Op, Plan
 from megatron_epp.runtime.context import Program
-from megatron_epp.runtime.executor import Executor, Handler, PairRunner
+from megatron_epp.runtime.executor import Executor, Handler
 from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
-
-_PAIR_RUNNER = "megatron_epp.contrib.overlap.exchanges:pair_runner"
-"""Function that makes the runner of steps of two actions, imported for the first plan that has such steps."""
 
 BeginStage = Callable[[Any, Callable[[], None], Callable[[], None]], None]
 """Gives a stage its inputs, and what it calls before its last gradient and when its gradients are complete."""
@@ -63,13 +59,5 @@ def run_plan(
             out_of_memory=out_of_memory,
             host=run.host,
             handlers=handlers,
-            run_pair=_pair_runner(plan, run),
             program=program,
         ).run()
-
-
-def _pair_runner(plan: Plan, run: Run) -> PairRunner | None:
-    if not any(step.also for step in plan.ranks[run.rank]):
-        return None
-    runner: PairRunner | None = resolve_name(_PAIR_RUNNER)(run.args)
-    return runner
