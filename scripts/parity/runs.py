@@ -29,9 +29,7 @@ class Run:
         shard: tensor- and expert-parallel rank: two ranks with the same have the same part of a tensor of the same name.
         losses: per iteration; empty where this rank has no loss.
         validation: loss on held-out documents after the last step.
-        initial: parameters before the first step.
         gradients: of the first iteration and of the last, as the optimizer gets them.
-        final: parameters after the last step.
         plans: of the training iterations, as executed; none under Megatron's schedules.
         attention: the class that core attention had; empty where there was none.
         predictions: per iteration, the losses of multi-token prediction by depth; empty where this rank has none.
@@ -133,8 +131,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
             super().__init__(plan, *rest, **named)
 
     def counted(*args: Any, **named: Any) -> int:
-        turns = together(*args, **named)
-        run.num_turns += turns
+        run.num_turns += (turns := together(*args, **named))
         return turns
 
     training.train_step, training.evaluate, schedule.Executor = train_step, evaluate, RecordedExecutor

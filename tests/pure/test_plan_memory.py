@@ -205,6 +205,5 @@ def _moving(copy, size):
 
 
 def test_where_most_orders_have_no_room_for_their_messages_an_order_with_few_in_flight_is_planned():
-    """Between laps of stages a rank may hold the messages of most slices of a long sequence."""
     asked = problem(Placement("looped", 4, 2), (400_000, *[200] * 30), 326 << 30)
     assert check(plan(asked, costs_of(8))) == []

@@ -33,13 +33,7 @@ class SeparateAttention:
     output_bytes_per_token: float
 
     def rows(self, op: Op, num_sites: int, work: ChunkWork, message: LinearTime, fragmentation: float = 0.0) -> OperationRows:
-        """Times and bytes of an operation, equal at all sites.
-
-        Args:
-            op: `A` or `G`.
-            message: time of a message in its bytes.
-            fragmentation: share of bytes that an allocator loses.
-        """
+        """Times and bytes of an operation, equal at all sites."""
 
         def size(per_token: float) -> IntColumn:
             return np.ceil(per_token * work.tokens * (1 + fragmentation)).astype(np.int64)
@@ -58,11 +52,7 @@ class SeparateAttention:
 
 @dataclass(frozen=True, slots=True)
 class SeparateAttentionCosts(PipelineCosts):
-    """Costs of stages that are cut inside attention, which runs separately from them.
-
-    Attributes:
-        attention: of every layer.
-    """
+    """Costs of stages that are cut inside attention, which runs separately from them."""
 
     attention: SeparateAttention | None = None
 

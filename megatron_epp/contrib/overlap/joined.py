@@ -25,12 +25,7 @@ Joined = frozenset[tuple[Action, Action]]
 
 
 class JoinedOrder(NamedTuple):
-    """Order in which some neighbouring actions run in one step.
-
-    Attributes:
-        rows: the actions of every rank.
-        joined: the pairs.
-    """
+    """Order in which some neighbouring actions run in one step."""
 
     rows: Order
     joined: Joined
@@ -77,9 +72,7 @@ def joined_bytes(joined: Joined, row: Sequence[Action], tables: Tables, takes: l
 @dataclass(frozen=True, slots=True)
 class JoinedDecisions(Decisions):
     """Decisions with steps of two actions.
-
-    Attributes:
-        joined: pairs of actions that stand one after the other in `order` and run in one step, each in one pair at most.
+    `joined` are pairs of actions that stand one after the other in `order` and run in one step, each in one pair at most.
     """
 
     joined: Joined = frozenset()

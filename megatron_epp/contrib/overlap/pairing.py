@@ -38,13 +38,6 @@ def overlapped(ranked: Sequence[Decisions], problem: Problem, costs: Costs, opti
 
     Both actions of a step hold their memory at once, so recompute is fitted to the caps again. Decisions with copies or KV
     offload stay as they are, and so do all where stages exchange nothing.
-
-    Args:
-        ranked: decisions that fit the caps, the fastest first.
-        problem, costs, options: as `plan` takes them.
-
-    Returns:
-        The fastest, which may be the first of `ranked`.
     """
     best, best_us = ranked[0], ranked[0].makespan_us(problem, costs)
     seen: set[tuple[tuple[Chunk, ...], Order, Joined]] = set()

@@ -95,9 +95,7 @@ Exchanges = Callable[[Turns], AbstractContextManager[None]]
 
 def run_together(first: Callable[[], None], second: Callable[[], None], exchanges: Exchanges) -> int:
     """Run two actions that need nothing of each other, the first in this thread. Raises what the one that failed first raised.
-
-    Returns:
-        the number of times that the turn changed; 2 if the second ran when the first had ended.
+    Returns the number of times that the turn changed; 2 if the second ran when the first had ended.
     """
     global _current
     turns, errors = Turns(), list[BaseException]()
@@ -135,12 +133,7 @@ def _catch(body: Callable[[], None], errors: list[BaseException]) -> None:
 
 
 class Collective(NamedTuple):
-    """Function of a module that launches a collective, with the signature that it has in `torch.distributed`.
-
-    Attributes:
-        module: that calls it by this name.
-        name: of the function.
-    """
+    """Function of a module that launches a collective, with the signature that it has in `torch.distributed`."""
 
     module: Any
     name: str
@@ -150,10 +143,6 @@ def exchanges_of(collectives: Sequence[Collective], group: Any) -> Exchanges:
     """Return the exchanges that are collectives of a group. Collectives of other groups run as they are.
 
     A call that waits for its end hands over between the launch and the wait, and so does the wait for one that does not.
-
-    Args:
-        collectives: the functions to replace while two actions run.
-        group: the ranks that share the layers.
     """
 
     def handing_over(original: Callable[..., Any], turns: Turns) -> Callable[..., Any]:

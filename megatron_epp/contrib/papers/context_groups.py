@@ -36,10 +36,7 @@ class Group(NamedTuple):
 class ContextGroups:
     """Division of all chunks over the context-parallel ranks of a stage, as an extension of a plan.
 
-    Attributes:
-        num_ranks: context-parallel ranks of every stage.
-        of_chunk: groups of each chunk.
-        rank_tokens: tokens by chunk for which the bytes of its steps are: as many as its fullest rank may have.
+    `rank_tokens` are tokens by chunk for which the bytes of its steps are: as many as its fullest rank may have.
     """
 
     field: ClassVar[str] = "context_groups"

@@ -38,9 +38,7 @@ FULLEST = (1.25, 2.0, 4.0)
 def flexsp(problem: Problem, costs: Costs, options: Options, smallest: int = 1) -> Decisions:
     """Plan microbatches whose sequences have context-parallel degrees of their own.
 
-    Args:
-        problem, costs, options: as `planner.plan` takes them.
-        smallest: ranks of a group; with all of them, every sequence has the same degree.
+    A group has at least `smallest` ranks; with all of them, every sequence has the same degree.
 
     Raises:
         InfeasibleError: nothing that was tried fits the caps.

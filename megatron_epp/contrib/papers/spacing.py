@@ -42,10 +42,7 @@ class Spacing:
     def of(ranks: int, laps: int, group: int, units: tuple[float, float]) -> Spacing:
         """Return the least distances in which a chunk comes round the ranks.
 
-        Args:
-            laps: stages of each rank.
-            group: chunks that follow each other.
-            units: of time between a forward on a rank and on the next, and between backwards.
+        `units` are of time between a forward on a rank and on the next, and between backwards.
         """
         lengths = (_coprime(math.ceil(ranks * each / (CHUNK * group)), laps) for each in units)
         return Spacing(group, *lengths)
@@ -54,9 +51,6 @@ class Spacing:
         """Order the actions of every rank, W right after its B.
 
         The first backward of a sequence follows the forwards of all its slices, so with slices all backwards are later.
-
-        Args:
-            groups: `slice_groups` of the chunk table.
         """
         return tuple(self._row(groups, placement, rank) for rank in range(placement.num_ranks))
 
@@ -82,12 +76,7 @@ class Spacing:
 
 
 def whole_backwards(groups: Sequence[range], placement: Placement, units: tuple[float, float] = UNITS) -> Order:
-    """Return the order of least distances without W.
-
-    Args:
-        groups, placement: as `Spacing.order` takes them.
-        units: as `Spacing.of` takes them.
-    """
+    """Return the order of least distances without W."""
     order = Spacing.of(placement.num_ranks, placement.num_chunks, 1, units).order(groups, placement)
     return without_weights(order)
 

@@ -65,11 +65,7 @@ class _Counts(NamedTuple):
 
 
 class _Rank:
-    """Forwards and backwards of a rank, which move.
-
-    Args:
-        row: where the pattern has them.
-    """
+    """Forwards and backwards of a rank, which move."""
 
     def __init__(self, row: UnitTimes) -> None:
         self._row = dict(row)
