@@ -126,7 +126,7 @@ FEATURES = (
         "warm-up of attention",
         "models whose attention runs in cuDNN, which takes seconds for a first shape; ranks would wait for each other",
         wanted=lambda asked: getattr(asked.args, "epp_warm_up", "off") != "off",
-        run=f"{_HERE}warm_up.kernel_warm_up:AttentionWarmUp",
+        run=f"{_HERE}warm_up.kernel_warm_up:attention_warm_up",
     ),
 )
 """All features, in the order in which every rank asks them."""

@@ -168,6 +168,11 @@ class AttentionWarmUp(RunFeature):
                 self._warm_up.before(batch.prepared.program.layouts, attends_again)
 
 
+def attention_warm_up(run: Run) -> AttentionWarmUp | None:
+    """Return the feature of a run in slices: a caller's own microbatches have few shapes."""
+    return AttentionWarmUp(run) if run.makes_chunks else None
+
+
 def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> None:
     """Run a forward in this thread and a backward in autograd's thread of the device, in so many groups of heads."""
     chunk = shape.smallest()
