@@ -1,7 +1,4 @@
-"""The package stays readable: programs, the package and its tests have at most so many lines, and these limits only fall.
-
-A change that needs more lines moves a feature out or deletes one. Lower a limit when the lines are fewer.
-"""
+"""The package stays readable: programs, features and tests have at most so many lines, and these limits only fall."""
 
 import ast
 from collections.abc import Iterator
@@ -22,6 +19,8 @@ PROGRAMS = {
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
 FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 56_220, "scripts": 9_900}
+FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
+FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 
 
 def file_of(module: str) -> Path | None:
