@@ -117,13 +117,13 @@ def count_actions(path: Path) -> None:
         backward=_as_one(kernels.EXACT_ATTENTION.backward),
     )
     kernels.choose = lambda *_, **__: kernel
-    perform = Executor._perform
+    perform = Executor.perform
 
-    def performed(self: Any, action: Any) -> None:
+    def performed(self: Any, action: Any, handler: Any) -> None:
         with _written(path, str(action.op), len(self._layouts[action.chunk].table.segments)):
-            perform(self, action)
+            perform(self, action, handler)
 
-    Executor._perform = performed  # type: ignore[method-assign]
+    Executor.perform = performed  # type: ignore[method-assign]
     for name, op in (("forward_step", f"F {MEGATRON}"), ("backward_step", f"B {MEGATRON}")):
         setattr(schedules, name, _counting(getattr(schedules, name), op, path))
 

@@ -163,9 +163,9 @@ class _Executor(Executor):
 
     log: LaunchLog
 
-    def _perform(self, action):
+    def perform(self, action, handler):
         self.log.action = action
-        super()._perform(action)
+        super().perform(action, handler)
 
 
 class Reductions(nullcontext):
