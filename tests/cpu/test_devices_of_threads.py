@@ -26,7 +26,6 @@ THREADS = {
     "data/iterator.py ThreadPoolExecutor": "test_a_batch_that_is_prepared_ahead_is_uploaded_to_the_ranks_device",
     "data/iterator.py Thread": "plans, without torch",
     "launch/lifetime.py Thread": "ends the process",
-    "launch/short_log.py Thread": "copies lines of text, without torch",
     "runtime/side_thread.py Thread": "test_a_side_thread_uses_the_device_of_the_thread_that_starts_it",
     "contrib/demos/emulate.py ThreadPoolExecutor": "sleeps, on a CPU only",
     "runtime/watchdog.py Thread": "test_the_watchdog_asks_for_progress_on_the_ranks_device",
