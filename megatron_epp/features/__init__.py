@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """Wishes of a user: flags, a loss of theirs, and a function that makes the first stage's input rows."""
+    """Wishes of a user: flags, and a loss of theirs."""
 
     args: Namespace
     loss: Any = None
-    own_inputs: Any = None
 
 
 class RunFeature:
@@ -75,7 +74,7 @@ class Feature:
         gain: a figure with its command or page, or the models that need the feature.
         wanted: reads what a user asked for, and imports nothing.
         adopt: from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it.
-        ends: from a run, its model chunks and `mcore.model.stage.StageEnds`; changes how first and last stage are made.
+        head: from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made.
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
     """
 
@@ -83,7 +82,7 @@ class Feature:
     gain: str
     wanted: Callable[[Asked], bool]
     adopt: str = ""
-    ends: str = ""
+    head: str = ""
     run: str = ""
 
 
@@ -99,7 +98,7 @@ FEATURES = (
         "1.26 to 1.91 times as fast as verl's microbatches: python -m scripts.bench.rl",
         wanted=lambda asked: asked.loss is not None or getattr(asked.args, "epp_loss", None) is not None,
         adopt=f"{_HERE}losses.value_head:put_head",
-        ends=f"{_HERE}losses.stage_loss:compute",
+        head=f"{_HERE}losses.stage_loss:compute",
         run=f"{_HERE}losses.stage_loss:sample_loss",
     ),
     Feature(
@@ -107,7 +106,7 @@ FEATURES = (
         "efficiency 0.895 -> 0.949: python -m scripts.bench.layouts",
         wanted=lambda asked: getattr(asked.args, "epp_vocab_parallel", "off") == "on",
         adopt=f"{_HERE}vocabulary.vocabulary_shard:divide_output_layer",
-        ends=f"{_HERE}vocabulary.rank_vocabulary:end_without_head",
+        head=f"{_HERE}vocabulary.rank_vocabulary:end_without_head",
         run=f"{_HERE}vocabulary.rank_vocabulary:rank_vocabulary",
     ),
     Feature(
@@ -133,7 +132,7 @@ FEATURES = (
 
 
 def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a kind (`adopt`, `ends`, `run`) of the features that are wanted."""
+    """Yield the functions of a kind (`adopt`, `head`, `run`) of the features that are wanted."""
     for feature in FEATURES:
         if (target := getattr(feature, kind)) and feature.wanted(asked):
             yield resolve_name(target)

@@ -15,7 +15,7 @@ from megatron_epp.features.losses.scopes import ScopedLoss
 from megatron_epp.features.losses.value_head import check_head
 from megatron_epp.mcore.model.block_loss import AskedOfLogits, BlockLoss
 from megatron_epp.mcore.model.language_model import language_model_of
-from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage, StageEnds
+from megatron_epp.mcore.model.stage import ChunkInputs, HeadSettings, MegatronStage
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.context import ChunkContext
 
@@ -77,15 +77,15 @@ class SampleLoss(RunFeature):
         self._loss.name_of = batch.name_of
 
 
-def compute(run: Run, models: Sequence[torch.nn.Module], ends: StageEnds) -> None:
+def compute(run: Run, models: Sequence[torch.nn.Module], head: HeadSettings) -> None:
     """Have the last stage compute the run's loss. Raises `EppError` if the model's head does not give what the loss reads."""
     own: Any = run.loss
     loss = ScopedLoss(own, mpu.get_context_parallel_group())
     if run.placement.num_stages - 1 in run.placement.stages(run.rank):
         check_head(language_model_of(models[-1]), own, run.args)
     width = loss.asks.widths.get(loss.asks.candidates or "", 0)
-    ends.last, ends.has_head = partial(LossStage, loss=loss), not loss.asks.has_values
-    ends.asked = AskedOfLogits(getattr(own, "has_entropy", False), getattr(own, "temperature", 1.0), width)
+    head.make, head.has_head = partial(LossStage, loss=loss), not loss.asks.has_values
+    head.asked = AskedOfLogits(getattr(own, "has_entropy", False), getattr(own, "temperature", 1.0), width)
 
 
 def sample_loss(run: Run) -> SampleLoss | None:

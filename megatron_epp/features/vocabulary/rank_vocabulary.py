@@ -21,7 +21,7 @@ from megatron_epp.features.vocabulary.tied_table import TiedTable
 from megatron_epp.features.vocabulary.vocabulary_shard import VocabularyShard
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
 from megatron_epp.mcore.model.block_loss import block_tokens_of
-from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage, StageEnds
+from megatron_epp.mcore.model.stage import ChunkInputs, HeadSettings, MegatronStage
 from megatron_epp.mcore.model.trained_rows import rows_to_compute
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.mcore.patches.environment import fuses_own_gradients
@@ -153,9 +153,9 @@ def _gathered(rows: Tensor | None, part: Tensor) -> Tensor:
     return whole if rows is None else whole.index_select(0, rows)
 
 
-def end_without_head(run: Run, models: Sequence[torch.nn.Module], ends: StageEnds) -> None:
+def end_without_head(run: Run, models: Sequence[torch.nn.Module], head: HeadSettings) -> None:
     """Have the last stage end with its hidden states, of which all ranks compute the loss."""
-    ends.last, ends.has_head = HeadlessStage, False
+    head.make, head.has_head = HeadlessStage, False
 
 
 def rank_vocabulary(run: Run) -> RankVocabulary:

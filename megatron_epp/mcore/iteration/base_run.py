@@ -134,7 +134,7 @@ class Run:
     @property
     def asked(self) -> Asked:
         """Wishes of the user, by which features belong to the run."""
-        return Asked(self.args, self.loss, self.own_inputs)
+        return Asked(self.args, self.loss)
 
     def watching(self, what: str) -> AbstractContextManager[None]:
         """Watch the body: if it exceeds the limit, the run ends with a message that this rank `what`, as in ``waits``."""

@@ -32,7 +32,7 @@ from megatron_epp.mcore.model import rotary
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import block_loss
 from megatron_epp.mcore.model.language_model import language_model_of
-from megatron_epp.mcore.model.stage import MegatronStage, StageEnds
+from megatron_epp.mcore.model.stage import HeadSettings, MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
@@ -109,22 +109,22 @@ class SlicedRun(Run):
             for model in models:
                 check_adopted(model)
                 rotary.adopt(language_model_of(model))  # when the program has built it: it may have put its own there
-        ends = StageEnds(MegatronStage, own_inputs=self.own_inputs)
-        for change in targets(self.asked, "ends"):
-            change(self, models, ends)
+        head = HeadSettings(MegatronStage)
+        for change in targets(self.asked, "head"):
+            change(self, models, head)
         last = self.placement.num_stages - 1
         return {
-            stage: (ends.last if stage == last else MegatronStage)(
+            stage: (head.make if stage == last else MegatronStage)(
                 model,
                 config,
                 is_first=stage == 0,
                 is_last=stage == last,
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
                 fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
-                block_loss=block_loss(self.args, language_model_of(model), ends.asked)
-                if ends.has_head and stage == last
+                block_loss=block_loss(self.args, language_model_of(model), head.asked)
+                if head.has_head and stage == last
                 else None,
-                own_inputs=ends.own_inputs if stage == 0 else None,
+                own_inputs=self.own_inputs if stage == 0 else None,
             )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }

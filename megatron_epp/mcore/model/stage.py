@@ -96,16 +96,15 @@ class ChunkInputs:
 
 
 @dataclass(slots=True)
-class StageEnds:
-    """Differences of the first and last stage from others, as features change them before `last` makes the last stage.
+class HeadSettings:
+    """Settings that features change before `make` makes the last stage.
 
     With `has_head` that computes logits, all or by blocks; `asked` has the properties of its loss.
     """
 
-    last: Callable[..., MegatronStage]
+    make: Callable[..., MegatronStage]
     has_head: bool = True
     asked: AskedOfLogits = OF_LABELS
-    own_inputs: OwnInputs | None = None
 
 
 class MegatronStage:
