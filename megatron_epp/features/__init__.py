@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from megatron_epp.plan.planners import PLANNERS
 
@@ -18,15 +18,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_epp.cost import PipelineCosts
+    from megatron_epp.cost.kept import KeptCosts
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.plan import Op, Plan
+    from megatron_epp.port.planning import BatchPlanner
+    from megatron_epp.runtime.recorder import Recorder
 
 
 class Asked(NamedTuple):
-    """Wishes of a user: flags, and a loss of theirs."""
+    """Wishes of a user: flags, a loss of theirs, and whether chunks are microbatches of theirs, which run whole."""
 
     args: Namespace
     loss: Any = None
+    whole: bool = False
 
 
 class RunFeature:
@@ -37,6 +41,8 @@ class RunFeature:
     needs labels for the feature."""
     adds_gradients = False
     """True if the first stage's gradients are complete only behind its last backward."""
+    reads_times = False
+    """True if `after` reads the recorder's times."""
 
     def allocate(self) -> None:
         """Allocate memory that caps must count, before they are settled."""
@@ -45,8 +51,16 @@ class RunFeature:
         """Return a context in which the rank's stages run alone, while costs are measured."""
         return nullcontext()
 
+    def costs(self, prior: PipelineCosts) -> PipelineCosts:
+        """Return the run's costs, where the feature knows better ones."""
+        return prior
+
     def settled(self, costs: PipelineCosts) -> None:
         """Prepare what depends on costs."""
+
+    def planner(self, planner: BatchPlanner) -> BatchPlanner:
+        """Return what plans the run's batches, on a rank that plans."""
+        return planner
 
     def before(self, batch: GlobalBatch) -> None:
         """Prepare an iteration."""
@@ -60,10 +74,38 @@ class RunFeature:
         """
         return nullcontext({})
 
+    def after(self, plan: Plan | None, recorder: Recorder, measured: Callable[[], Mapping[str, Any]]) -> None:
+        """Follow a training iteration, whose plan is None if this rank had nothing to run.
+
+        `measured` returns what the run knows of it besides the recorder's times, as keywords of `Learner.add`.
+        """
+
+    def close(self) -> None:
+        """End the feature's work with the run."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes that the feature holds on the device for chunks in flight."""
         return 0
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A feature that learns costs from a run's first iterations, as seen by a run that needs one."""
+
+    @property
+    def is_recording(self) -> bool:
+        """True if the next training iteration is measured."""
+
+    @property
+    def is_done(self) -> bool: ...
+    @property
+    def saved(self) -> KeptCosts | None:
+        """Learnt costs, to be kept with checkpoints; None while they are learnt."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes allocated on this rank in a measured iteration; 0 where memory is not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +131,10 @@ class Feature:
 def _joins(args: Namespace) -> bool:
     entry = PLANNERS.entry(getattr(args, "epp_planner", "greedy"))
     return entry is not None and entry.joins
+
+
+def _by_plans(asked: Asked) -> bool:
+    return asked.whole or getattr(asked.args, "epp_schedule", "stock") == "elastic"
 
 
 _HERE = "megatron_epp.features."
@@ -126,6 +172,18 @@ FEATURES = (
         "models whose attention runs in cuDNN, which takes seconds for a first shape; ranks would wait for each other",
         wanted=lambda asked: getattr(asked.args, "epp_warm_up", "off") != "off",
         run=f"{_HERE}warm_up.kernel_warm_up:attention_warm_up",
+    ),
+    Feature(
+        "learnt costs",
+        "planned over measured time 0.96 to 0.98, by formula 0.73 to 0.80: docs/comparison.md; needed by whole microbatches",
+        wanted=lambda asked: asked.whole or (_by_plans(asked) and asked.args.epp_costs == "learn"),
+        run=f"{_HERE}learnt_costs.learn_costs:CostLearning",
+    ),
+    Feature(
+        "slow stages",
+        "a rank that takes 1.25 times its planned time, for which all others wait, is named: docs/troubleshooting.md",
+        wanted=lambda asked: asked.whole or (_by_plans(asked) and asked.args.epp_costs != "analytic"),
+        run=f"{_HERE}slow_stages.stage_watch:stage_watch",
     ),
 )
 """All features, in the order in which every rank asks them."""

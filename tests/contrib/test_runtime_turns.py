@@ -14,7 +14,7 @@ from megatron_epp.contrib.overlap.joined import Passing, joined_us
 from megatron_epp.contrib.overlap.turns import Collective, StepsOfTwo, exchanges_of, run_together
 from megatron_epp.cost import LinearTime
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.slowness import ITERATIONS, SlowStages
+from megatron_epp.features.slow_stages.stage_watch import ITERATIONS, SlowStages
 from megatron_epp.plan import Action, Op, PlanError, Step, check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan

@@ -181,7 +181,7 @@ def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():
         raise EppError("ended")
 
     with pytest.raises(EppError, match="ended"):
-        ours.settle(hang, learns=False, resume=None)
+        ours.settle(hang)
     assert reports == ["rank 3 has been measuring bytes for 0.8 s, 0.1 s for each of 8 steps (wait_limit_seconds)"]
     assert ours._step is None
 
@@ -193,7 +193,7 @@ def test_a_sequence_that_will_come_and_fits_no_plan_is_warned_of_with_the_first_
     cap = max(plan(Problem((100, 100), (0, 1), (UNLIMITED_BYTES,) * 2), costs, Options()).predicted.peak_bytes)
     ours = object.__new__(sliced_run.SlicedRun)
     ours.problem, ours.replicas, ours.names = Problem((), (0, 1), (cap,) * 2), 1, {"cap_bytes": "--cap"}
-    ours.longest_tokens, ours.learnt_planner, ours._can_plan = longest, None, threading.Event()
+    ours.longest_tokens, ours._can_plan = longest, threading.Event()
     ours._planner = Namespace(plan=lambda problem, **_: plan(problem, costs, Options(recompute=0, chunk_tokens=longest)))
     ours._can_plan.set()
     for _ in range(2):
@@ -234,7 +234,7 @@ def test_replicas_that_divide_a_batch_differently_or_have_no_plan_end_the_run(mi
 )
 def test_iterations_are_collected_when_the_log_or_a_writer_that_is_there_shows_them(writer, collected):
     flags = {"log_interval": 10, "tensorboard_log_interval": 4, "epp_report_dir": None, "epp_schedule": "elastic"}
-    run = Namespace(args=Namespace(**flags, **writer), iteration=0, watch=None)
+    run = Namespace(args=Namespace(**flags, **writer), iteration=0, features=())
     planned = Namespace(plan=object())
     reports = [IterationReport.begin(run, planned, forward_only=False) for _ in range(20)]
     assert {report.iteration for report in reports if report.collects} == collected

@@ -91,7 +91,7 @@ def test_plans_by_learnt_costs_reach_the_peak_that_was_measured_and_count_passes
         _process=SimpleNamespace(plan_microbatches=packed),
         problem=Problem((), (0, 1), (UNLIMITED_BYTES,) * 2),
         placement=SimpleNamespace(stages=lambda rank: [rank]),
-        learning=SimpleNamespace(learner=SimpleNamespace(learnt=SimpleNamespace(peak_bytes=1 << 40))),
+        learning=SimpleNamespace(peak_bytes=1 << 40),
         links=SimpleNamespace(control=None),
         _on_gpu=True,
         _measured=AgreedShapes(SHAPES, (500, 700)),
@@ -99,7 +99,7 @@ def test_plans_by_learnt_costs_reach_the_peak_that_was_measured_and_count_passes
     )
     for name in ("_planned_peaks", "_with_microbatches"):
         setattr(pipeline, name, partial(getattr(MicrobatchRun, name), pipeline))
-    learnt = MicrobatchRun._with_static(pipeline, replace(by_formula, stages=held))
+    learnt = MicrobatchRun.completed(pipeline, replace(by_formula, stages=held))
     costs = pipeline._with_microbatches(learnt, pipeline._measured)
     lengths = tuple(shape.lengths for shape in SHAPES)
 

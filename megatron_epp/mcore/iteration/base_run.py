@@ -18,28 +18,26 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.learning import Learner, deviation, fitted_costs, size_of, untold
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.features import Asked, RunFeature, targets
 from megatron_epp.launch.run_folder import hold, new_run_id
 from megatron_epp.mcore.arguments.layout import placement_of, token_multiple, token_shards
 from megatron_epp.mcore.arguments.table import TRAINING, names_of
-from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.sources import Step
-from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration.loggers import Totals
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
 from megatron_epp.mcore.model.stage import own_device
 from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
 from megatron_epp.mcore.training.nccl_settings import groups_in_use, link_options, reduce_once, time_limit
-from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
+from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.problem import LockstepGroups, Problem, connected
+from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each_of_job, made_by_first
+from megatron_epp.runtime.links.objects import Groups, from_each_of_job, made_by_first
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.watchdog import Watchdog
@@ -79,16 +77,12 @@ class Run:
     device: torch.device
     problem: Problem
     """Planning problem of every batch, without its lengths, since `settle`."""
-    costs: PipelineCosts | None = None
-    """None before `settle`, and if the schedule needs no plans."""
-    learnt_with: dict[str, Any] | None = None
-    """Flags and model that learnt costs depend on; None if none are learnt."""
-    saved_costs: KeptCosts | None = None
-    """Learnt costs, to be kept with checkpoints; None while they are learnt, and if they are not."""
+    costs: PipelineCosts
+    """Of plans to come, since `settle`."""
+    loaded_costs: Sequence[KeptCosts] = ()
+    """Learnt costs that were given instead of a checkpoint's."""
     host: HostMemory | None = None
     """Host memory that receives offloaded activations; None without --epp-offload."""
-    watch: StageWatch | None = None
-    """Comparison of iterations with their plans; None before `settle`, and if times are by formula."""
 
     features: tuple[RunFeature, ...] = ()
     loss: Loss | None = None
@@ -134,7 +128,7 @@ class Run:
     @property
     def asked(self) -> Asked:
         """Wishes of the user, by which features belong to the run."""
-        return Asked(self.args, self.loss)
+        return Asked(self.args, self.loss, not self.makes_chunks)
 
     def watching(self, what: str) -> AbstractContextManager[None]:
         """Watch the body: if it exceeds the limit, the run ends with a message that this rank `what`, as in ``waits``."""
@@ -200,30 +194,20 @@ class Run:
             for feature in self.features:
                 feature.allocate()
 
-    def settle(
-        self,
-        prior: Callable[[Callable[[Step], None]], PipelineCosts],
-        learns: bool,
-        resume: Callable[[PipelineCosts, PipelineCosts], PipelineCosts],
-        loaded: Sequence[KeptCosts] = (),
-    ) -> None:
-        """Settle costs and caps with all ranks, and prepare host memory and the comparison of iterations with plans.
+    def settle(self, prior: Callable[[Callable[[Step], None]], PipelineCosts]) -> PipelineCosts:
+        """Settle costs and caps with all ranks, prepare host memory and features, and return the costs.
 
-        A rank that waits for others does not know their steps, so it waits for the sum of all steps' limits.
-
-        Args:
-            prior: gives costs by formula or from a file; it is given a function to call with each of its steps beforehand.
-            learns: the run corrects its costs by its first iterations, unless an earlier run has.
-            resume: gives the costs of this run from what `prior` gave and what an earlier run has learnt.
-            loaded: learnt costs that were given instead of a checkpoint's.
+        `prior` gives costs by formula or from a file; it is given a function to call with each of its steps beforehand. A rank
+        that waits for others does not know their steps, so it waits for the sum of all steps' limits.
         """
         limit_s = _STEPS * self.watchdog.limit_s
         with self.watchdog.watch(self._what_it_settles, lambda: self._step, limit_s):
             try:
-                self.costs = prior(self._note)
-                if learns:
-                    self._note("looking for learnt costs")
-                    self.costs = self._resumed(self.costs, resume, loaded)
+                costs = prior(self._note)
+                self._note("looking for learnt costs")
+                for feature in self.features:
+                    costs = feature.costs(costs)
+                self.costs = costs
                 self._note("exchanging memory caps")
                 may_offload = offloads(self.args)
                 host_cap = host_cap_bytes(self.args) if may_offload else UNLIMITED_BYTES
@@ -231,27 +215,11 @@ class Run:
                 multiple = (token_multiple if self.makes_chunks else token_shards)(self.args)
                 self.problem = Problem((), self.placement.rank_of, caps, multiple, host_cap_bytes=min(host_caps))
                 self.host = HostMemory(self.device, host_cap) if may_offload else None
-                # Not with times by formula, which are not this machine's: stages would be named slow without being so.
-                if learns or self.args.epp_costs != "analytic":
-                    self.watch = StageWatch(self.rank, ObjectGroup.create(self.links.control.ranks, self.groups))
                 for feature in self.features:
-                    feature.settled(self.costs)
+                    feature.settled(costs)
+                return costs
             finally:
                 self._step = None
-
-    def _resumed(
-        self,
-        prior: PipelineCosts,
-        resume: Callable[[PipelineCosts, PipelineCosts], PipelineCosts],
-        loaded: Sequence[KeptCosts],
-    ) -> PipelineCosts:
-        models = {number: stage.model for number, stage in self.stages.items()}
-        self.learnt_with = fingerprint(self.args, models, self.links)
-        known = resumed(self.args, loaded, self.learnt_with)
-        if known is None:
-            return prior
-        self._keep(known)  # this run may save to another folder
-        return resume(prior, known)
 
     def _note(self, step: Step) -> None:
         self._step = step
@@ -262,34 +230,17 @@ class Run:
             f"each of {_STEPS} steps ({self.watchdog.limit_name})"
         )
 
-    def fit(
-        self,
-        learner: Learner,
-        plan: Plan | None,
-        keeps_weights: bool = False,
-        complete: Callable[[PipelineCosts], PipelineCosts] = lambda costs: costs,
-        note: str = "",
-    ) -> PipelineCosts:
-        """Fit costs to what all ranks have recorded, keep them with checkpoints, and return them with what `complete` adds.
+    def completed(self, learnt: PipelineCosts) -> PipelineCosts:
+        """Return learnt costs with what iterations do not tell. A collective call."""
+        return learnt
 
-        `plan` is that of the last recorded iteration; None if this replica ran none. For `keeps_weights` see `fitted_costs`.
-        """
-        assert self.costs is not None  # since `settle`
-        before, everyone = self.costs, from_each_of_job(learner.learnt)
-        costs = complete(made_by_first(lambda: fitted_costs(before, everyone, keeps_weights=keeps_weights)))
-        if dist.get_rank() == 0 and plan is not None:
-            ratio = deviation(before, costs, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
-            stays = ", ".join(untold(before, everyone))
-            stays = stays and f"; these batches do not tell, so the ratio is that of formulas: {stays}"
-            logger.info("costs learnt from %d iterations: they took %s%s%s", learner.recorded, ratio, stays, note)
-        self._keep(costs)
+    def plan_by(self, costs: PipelineCosts) -> None:
+        """Use other costs for plans to come."""
         self.costs = costs
-        return costs
 
-    def _keep(self, costs: PipelineCosts) -> None:
-        assert self.learnt_with is not None  # costs are learnt
-        self.saved_costs = KeptCosts(costs, self.learnt_with)
-        keep(self.args, self.saved_costs)
+    def planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
+        """Return a planner by these costs, on a rank that plans batches."""
+        raise NotImplementedError
 
     def finish_gradients(
         self, models: list[torch.nn.Module], num_tokens: torch.Tensor, pg_collection: Any, force_all_reduce: bool | None
@@ -306,8 +257,8 @@ class Run:
     def close(self) -> None:
         """Wait until background threads have completed their work."""
         complete_at_end(self.reports.complete)
-        if self.watch is not None:
-            complete_at_end(self.watch.complete)
+        for feature in self.features:
+            feature.close()
 
 
 def complete_reports() -> None:

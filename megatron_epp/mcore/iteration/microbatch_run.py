@@ -16,8 +16,9 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.learning import of_whole_microbatches, with_static
 from megatron_epp.cost.memory import Static
+from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_static
+from megatron_epp.features import Learning
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.parser import options_from
@@ -26,7 +27,6 @@ from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained
 from megatron_epp.mcore.costs.sources import Step, by_stage, gathered, with_host_link
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.base_run import Run
-from megatron_epp.mcore.iteration.learn_costs import CostLearning
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes
 from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, installed
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, tensor_bytes
@@ -107,7 +107,7 @@ class MicrobatchRun(Run):
 
     def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         super().__init__(args)
-        self.models, self._on_gpu = models, torch.cuda.is_initialized()
+        self.models, self._on_gpu, self.loaded_costs = models, torch.cuda.is_initialized(), loaded
         config, last, is_virtual = get_model_config(models[0]), self.placement.num_stages - 1, len(models) > 1
         stages = {
             stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, token_shards(args))
@@ -123,8 +123,8 @@ class MicrobatchRun(Run):
         """Plan of the next iteration, where this rank plans and has begun."""
         self.use_communicators()  # ahead of `settle`, whose caps then count their memory
         settle_split(args, models)
-        self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
-        self.learning = CostLearning(partial(self.fit, complete=self._with_static), is_done=self.saved_costs is not None)
+        self.learning = next(feature for feature in self.features if isinstance(feature, Learning))
+        self.settle(self._by_formula)
         obstacles = self.links.control.from_each([stage.recompute_obstacle for stage in self.stages.values()])
         options = options_from(args, training=True, offload=offloads(args))
         if obstacle := next((text for each in obstacles for text in each if text), ""):
@@ -209,7 +209,7 @@ class MicrobatchRun(Run):
             if not call.forward_only:
                 with reduction:
                     reduction.reduce_all()
-                self._learn(None, report)
+                self._after(None, report)
             return [], torch.zeros([], dtype=torch.int, device=self.device)
         parameters = (parameter for model in self.models for parameter in model.parameters())
         counts = self.host is not None or (measures and not self._on_gpu)
@@ -224,7 +224,7 @@ class MicrobatchRun(Run):
         run_plan(self, self.models, planned.plan, report, reduction, begin, program)
         self._measured = agreed if measures else self._measured
         if not call.forward_only:
-            self._learn(planned.plan, report)
+            self._after(planned.plan, report)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
@@ -260,7 +260,6 @@ class MicrobatchRun(Run):
             raise EppError(text, remedy).with_context(names=self.names)
 
     def _make(self, agreed: AgreedShapes, forward_only: bool) -> tuple[PackedPlan, tuple[int, ...]]:
-        assert self.costs is not None  # since `settle`
         assert self._process is not None  # this rank plans
         problem: Problem = replace(self.problem, forward_only=forward_only)
         asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self._options
@@ -291,30 +290,30 @@ class MicrobatchRun(Run):
         held = {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)}
         return with_static(costs, lambda stage, static: replace(static, microbatches=held.get(stage, 0)))
 
-    def _learn(self, plan: Plan | None, report: IterationReport) -> None:
-        """Learn costs from a training iteration, or compare it with its plan; in some, a collective call of all ranks."""
-        if self.learning.is_done:
-            if plan is not None and self.watch is not None:
-                self.watch.after(plan, report.recorder)
-            return
-        measured: dict[str, Any] = {}
-        if self.learning.is_recording and plan is not None:
-            measured = {
-                "kept_bytes": {
-                    (op, number, chunk): size
-                    for number, stage in self.stages.items()
-                    for op, sizes in ((Op.F, stage.kept_bytes), (Op.W, stage.weight_bytes))
-                    for chunk, size in sizes.items()
-                },
-                "peak_bytes": torch.cuda.max_memory_allocated() if self._on_gpu else 0,
-                "offloadable_share": report.tracker.offloadable_share,
-            }
-        elif self._on_gpu:  # kernels are chosen in the first iteration, which may have had a higher peak
-            torch.cuda.reset_peak_memory_stats()
-        if self.learning.after(plan, report.recorder, **measured) is not None:
-            self._plans.clear()  # they were made with costs by formula
+    def _after(self, plan: Plan | None, report: IterationReport) -> None:
+        """Let features follow a training iteration; in some, a collective call of all ranks."""
+        if self._on_gpu and not self.learning.is_done and (plan is None or not self.learning.is_recording):
+            torch.cuda.reset_peak_memory_stats()  # kernels are chosen in the first iteration, which may have had a higher peak
+        for feature in self.features:
+            feature.after(plan, report.recorder, partial(self._measured_bytes, report))
 
-    def _with_static(self, learnt: PipelineCosts) -> PipelineCosts:
+    def _measured_bytes(self, report: IterationReport) -> dict[str, Any]:
+        return {
+            "kept_bytes": {
+                (op, number, chunk): size
+                for number, stage in self.stages.items()
+                for op, sizes in ((Op.F, stage.kept_bytes), (Op.W, stage.weight_bytes))
+                for chunk, size in sizes.items()
+            },
+            "peak_bytes": torch.cuda.max_memory_allocated() if self._on_gpu else 0,
+            "offloadable_share": report.tracker.offloadable_share,
+        }
+
+    def plan_by(self, costs: PipelineCosts) -> None:
+        super().plan_by(costs)
+        self._plans.clear()
+
+    def completed(self, learnt: PipelineCosts) -> PipelineCosts:
         """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted.
 
         Those that are held only while a pass runs are counted by its tokens: later microbatches may be longer.
@@ -322,7 +321,7 @@ class MicrobatchRun(Run):
         if not self._on_gpu:
             return learnt
         learnt = made_by_first(partial(self._ask, "with_device_memory", learnt))
-        peaks, counted = gathered(self.learning.learner.learnt.peak_bytes, self.links, max), self._planned_peaks(learnt)
+        peaks, counted = gathered(self.learning.peak_bytes, self.links, max), self._planned_peaks(learnt)
         first = {self.placement.stages(rank)[0]: max(0, peak - counted[rank]) for rank, peak in enumerate(peaks)}
         replicas = from_each_of_job(first)
         held = {stage: max(each[stage] for each in replicas) for stage in first}

@@ -87,7 +87,7 @@ class IterationReport:
         due = args.epp_schedule == "elastic" and loggers.is_due(args, run.iteration)
         collects = (args.epp_report_dir is not None or due) and not forward_only
         start = mark() if collects else None
-        recorder = Recorder(enabled=collects or (run.watch is not None and not forward_only))  # the watch needs times, too
+        recorder = Recorder(enabled=collects or (not forward_only and any(feature.reads_times for feature in run.features)))
         return IterationReport(run, batch, run.iteration, collects, start, recorder)
 
     def counts_documents(self, uploaded: torch.Tensor, forward_only: bool) -> None:
@@ -121,7 +121,8 @@ class IterationReport:
                     "host_peak": 0 if run.host is None else run.host.held_peak_bytes,
                     "plan_wait_us": run.plan_wait_us,
                 }
-                reports.begin(partial(self.report, figures, mark(), loss, run.costs))
+                costs = None if self.batch.plan is None else run.costs
+                reports.begin(partial(self.report, figures, mark(), loss, costs))
             if self.iteration >= run.args.train_iters:
                 reports.complete()
                 if run.totals.iterations:

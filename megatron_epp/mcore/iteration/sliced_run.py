@@ -24,10 +24,8 @@ from megatron_epp.features import targets
 from megatron_epp.mcore import early_planning
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.sources import Step, pipeline_costs
-from megatron_epp.mcore.costs.stored import with_times
 from megatron_epp.mcore.iteration.base_run import Run, lockstep_groups
 from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs, rank_inputs
-from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
 from megatron_epp.mcore.model import rotary
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import block_loss
@@ -38,7 +36,7 @@ from megatron_epp.mcore.training.caps import offloads, possible_on_device
 from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
 from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.port.packed import PackedPlans
-from megatron_epp.port.planning import BackgroundPlanner, PlanningProcess
+from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner, PlanningProcess
 from megatron_epp.runtime.links.objects import ObjectGroup, agreed
 from megatron_epp.runtime.recorder import Recorder
 
@@ -57,9 +55,6 @@ class SlicedRun(Run):
     """
 
     stages: dict[int, MegatronStage]
-    learning: CostLearning | None = None
-    """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
-    learnt_planner: LearntPlanner | None = None
     inputs: RankInputs | None = None
     """Upload of batches to this rank's device; None before `attach`."""
     untrained_batches = 0
@@ -67,7 +62,7 @@ class SlicedRun(Run):
     """Tokens of the longest sequence of the training data, on one planning rank until it has looked for a plan; else 0."""
 
     _process: PlanningProcess | None = None
-    _planner: BackgroundPlanner | None = None
+    _planner: BatchPlanner | None = None
     _planning_ranks: ObjectGroup | None = None
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -91,16 +86,12 @@ class SlicedRun(Run):
         self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self.lockstep_ranks], self.groups)
         if self.args.epp_schedule == "elastic":
             self.use_communicators()  # ahead of `settle`, whose caps then count their memory
-            learns = self.args.epp_costs == "learn"
-            self.settle(self._prior, learns, resume=with_times)
-            assert self.costs is not None
-            if learns and self.saved_costs is None:
-                self.learnt_planner = LearntPlanner(self.args.epp_lookahead)
-                note = f"; plans are made from these costs from batch {self.learnt_planner.first_batch} on"
-                self.learning = CostLearning(partial(self.fit, keeps_weights=True, note=note), self.links.ranks[0])
+            costs = self.settle(self._prior)
             if self.plans:
-                assert self.costs is not None  # since `settle`
-                self._planner = self._planner_by(self.costs)
+                planner: BatchPlanner = self.planner_by(costs)
+                for feature in self.features:
+                    planner = feature.planner(planner)
+                self._planner = planner
                 self._can_plan.set()
 
     def _stages_of(self, models: Sequence[torch.nn.Module], config: Any) -> dict[int, MegatronStage]:
@@ -137,27 +128,29 @@ class SlicedRun(Run):
             return pipeline_costs(self.args, self.stages, self.links, self.placement.num_stages, self.ask, note)
 
     def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
-        """Learn costs from a training iteration, and compare it with its plan; in some, a collective call of all ranks."""
-        plan, last = batch.plan, self.stages.get(self.placement.num_stages - 1)
+        """Let features follow a training iteration; in some, a collective call of all ranks."""
+        with self.watching("waits for others' times"):
+            for feature in self.features:
+                feature.after(batch.plan, recorder, partial(self._measured, batch))
+
+    def _measured(self, batch: GlobalBatch) -> dict[str, Any]:
+        """Return, as functions of chunks, the share of tokens that pass the output layer, and the tokens that take the first
+        stage as long as a chunk's spans; None where there is no output layer, or are no spans.
+        """
+        plan, last, inputs = batch.plan, self.stages.get(self.placement.num_stages - 1), batch.prepared.inputs
         assert plan is not None
         has_output = (last is not None and last.has_loss) or any(feature.rows_of for feature in self.features)
-        inputs = batch.prepared.inputs
-        share = (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None
-        spans = () if self.learning is None else spans_of(batch.dataset, batch.indices)
-        layers = 1 if self.costs is None else max(1, self.costs.num_layers[0])
-        span_tokens = (lambda chunk: span_work_of(plan.chunks[chunk], spans) / layers) if spans else None
-        with self.watching("waits for others' times"):
-            learnt = None if self.learning is None else self.learning.after(plan, recorder, share, span_tokens=span_tokens)
-            if learnt is not None and self.plans and self.learnt_planner is not None:
-                self.learnt_planner.plan_with(self._planner_by(learnt))
-            if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:
-                self.watch.after(plan, recorder)
+        spans, layers = spans_of(batch.dataset, batch.indices), max(1, self.costs.num_layers[0])
+        return {
+            "output_share": (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None,
+            "span_tokens": (lambda chunk: span_work_of(plan.chunks[chunk], spans) / layers) if spans else None,
+        }
 
     def ask(self, name: str, *args: Any) -> Any:
         assert self._process is not None  # the first rank has one
         return self._process.call(name, *args)
 
-    def _planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
+    def planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
         assert self._process is not None  # this rank plans
         options = options_from(self.args, training=True, offload=offloads(self.args))
         is_first = self._planner is None  # which tells its peak, once for a run
@@ -167,9 +160,7 @@ class SlicedRun(Run):
         """Return the source of this rank's plans. With `of_batch` it plans a single batch, and is made in the training thread;
         otherwise one batch after the other.
         """
-        plan = None
-        if of_batch and self.learnt_planner is not None and self._planner is not None and not forward_only:
-            plan = self.learnt_planner.of_next(self._planner)
+        plan = self._planner.of_next() if of_batch and self._planner is not None and not forward_only else None
         make = partial(self._plan, forward_only=forward_only, plan=plan) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
         return PlanSource(make, self._exchange_plans, member, self._check_division, self.rank, self._prepare)
@@ -179,9 +170,8 @@ class SlicedRun(Run):
         try:
             super().close()
         finally:
-            for planning in (self._process, self.learnt_planner):
-                if planning is not None:
-                    planning.close()
+            if self._process is not None:
+                self._process.close()
 
     def _plan(self, batch: Lengths, *, forward_only: bool, plan: Callable[[Problem], PackedPlans] | None = None) -> PackedPlans:
         self._can_plan.wait()
@@ -190,17 +180,13 @@ class SlicedRun(Run):
             self._warn_of_longest(self._planner)
         problem = replace(self.problem, **batch._asdict(), forward_only=forward_only)
         try:
-            if plan is not None:
-                return plan(problem)
-            if self.learnt_planner is None or forward_only:  # evaluations stay with formulas: they follow no iteration
-                return self._planner.plan(problem)
-            return self.learnt_planner.plan_next(self._planner, problem)
+            return (plan or self._planner.plan)(problem)
         except EppError as error:
             raise possible_on_device(error).with_context(
                 after=f"\nThe batch that this is about has {_summary(batch.lengths)}.", names=self.names
             ) from error
 
-    def _warn_of_longest(self, planner: BackgroundPlanner) -> None:
+    def _warn_of_longest(self, planner: BatchPlanner) -> None:
         """Warn once if no plan fits the longest sequence: the run would end when it comes, perhaps after days."""
         longest, self.longest_tokens = self.longest_tokens, 0
         if is_unlimited(min(self.problem.cap_bytes)):

@@ -440,7 +440,7 @@ def learnt() -> dict[str, Any]:
     """
     loop = begin(UNEVEN)
     import megatron_epp
-    from megatron_epp.cost.learning import RECORDED, WARM_UP
+    from megatron_epp.cost.kept import RECORDED, WARM_UP
 
     found: list[dict[str, Any]] = []
 
@@ -469,8 +469,8 @@ def slow() -> None:
     """Let the last rank become slow after costs were learnt."""
     loop = begin(UNEVEN[:4])
     import megatron_epp
-    from megatron_epp.cost.learning import RECORDED, WARM_UP
-    from megatron_epp.cost.slowness import ITERATIONS
+    from megatron_epp.cost.kept import RECORDED, WARM_UP
+    from megatron_epp.features.slow_stages.stage_watch import ITERATIONS
 
     schedule = megatron_epp.wrap()
 
