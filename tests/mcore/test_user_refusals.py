@@ -95,7 +95,7 @@ def test_plans_by_learnt_costs_reach_the_peak_that_was_measured_and_count_passes
         links=SimpleNamespace(control=None),
         _on_gpu=True,
         _measured=AgreedShapes(SHAPES, (500, 700)),
-        _options=Options(),
+        options=Options(),
     )
     for name in ("_planned_peaks", "_with_microbatches"):
         setattr(pipeline, name, partial(getattr(MicrobatchRun, name), pipeline))
@@ -126,7 +126,7 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
         costs=costs_of(2, 2),
         learning=SimpleNamespace(is_done=is_done),
         _with_microbatches=lambda costs, agreed: costs,
-        _options=Options(),
+        options=Options(),
         _process=SimpleNamespace(plan_microbatches=lambda rule, *asked: getattr(microbatches, rule)(*asked)),
         names=names_in_loop(["memory_cap_gb"]),
     )

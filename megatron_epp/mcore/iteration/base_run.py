@@ -1,55 +1,49 @@
-"""A training by plans, on documents or on a caller's microbatches: groups, watchdog, costs, caps, host memory and resuming."""
+"""A training by plans, on documents or on a caller's microbatches: groups, watchdog, its ranks, watch and failures."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.data.iterator import DisagreementError
-from megatron_epp.features import Asked, RunFeature, targets
+from megatron_epp.features import Asked, RunFeature
 from megatron_epp.launch.run_folder import hold, new_run_id
-from megatron_epp.mcore.arguments.layout import placement_of, token_multiple, token_shards
+from megatron_epp.mcore.arguments.layout import placement_of
 from megatron_epp.mcore.arguments.table import TRAINING, names_of
-from megatron_epp.mcore.costs.sources import Step
 from megatron_epp.mcore.iteration.loggers import Totals
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
-from megatron_epp.mcore.model.stage import own_device
-from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
-from megatron_epp.mcore.training.nccl_settings import groups_in_use, link_options, reduce_once, time_limit
-from megatron_epp.plan import UNLIMITED_BYTES, EppError
-from megatron_epp.plan.communicators import directions
+from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import Names
-from megatron_epp.plan.problem import LockstepGroups, Problem, connected
-from megatron_epp.port.planning import BackgroundPlanner
+from megatron_epp.plan.problem import LockstepGroups, Options, Problem, connected
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, from_each_of_job, made_by_first
-from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from megatron_epp.cost import PipelineCosts
+    from megatron_epp.cost.kept import KeptCosts
     from megatron_epp.losses import Loss
     from megatron_epp.mcore.model.own_inputs import OwnInputs
+    from megatron_epp.port.planning import BackgroundPlanner
+    from megatron_epp.runtime.offload.host import HostMemory
 
 logger = logging.getLogger(__name__)
 
 
-def _num_trained(stage: Any) -> int:
+def num_trained(stage: Any) -> int:
     return sum(weight.numel() for weight in stage.model.parameters() if weight.requires_grad)
 
 
@@ -58,7 +52,6 @@ _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 NOTHING_TRAINS = (
     "nothing trains: requires_grad is False for all parameters of the model on all ranks, and the optimizer has no gradients"
 )
-_STEPS = len(get_args(Step.__value__))
 
 
 class Run:
@@ -69,16 +62,19 @@ class Run:
     """
 
     stages: dict[int, Any]
-    """This rank's stages by their number in the pipeline; empty before `connect`."""
+    """This rank's stages by their number in the pipeline; empty before `mcore.start.run_start.connect`."""
+    trained: dict[int, int]
+    """Numbers of parameters that train, by stage."""
     links: Links
-    """Connections between the ranks that run the same plan, since `connect`."""
+    """Connections between the ranks that run the same plan."""
     groups: Groups
     link_options: Callable[[], Any] | None
     device: torch.device
     problem: Problem
-    """Planning problem of every batch, without its lengths, since `settle`."""
+    """Planning problem of every batch, without its lengths, since `mcore.start.run_start.settle`."""
     costs: PipelineCosts
-    """Of plans to come, since `settle`."""
+    """Of plans to come."""
+    options: Options
     loaded_costs: Sequence[KeptCosts] = ()
     """Learnt costs that were given instead of a checkpoint's."""
     host: HostMemory | None = None
@@ -97,8 +93,6 @@ class Run:
     """Names of settings, in errors and logs, for who started the run."""
     makes_chunks = True
     """False if chunks are whole microbatches of a caller."""
-
-    _step: Step | None = None  # of settling costs, while it is under way
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.names = args, names_of(args)
@@ -152,83 +146,19 @@ class Run:
                 self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
             raise
 
-    def connect(self, stages: dict[int, Any]) -> None:
-        """Make the groups over which these stages of the rank exchange messages."""
-        self.stages = stages
-        self.device = own_device()
-        pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        used = directions(self.placement.rank_of)
-        # Megatron's function lists the groups whose time limit --distributed-timeout-seconds-after-init changes.
-        self.groups, self.link_options = Groups(time_limit(self.args), mpu.create_group), link_options(self.args, used)
-        self.links = Links.create(pipeline, self.own_ranks, self.groups, used, self.link_options)
-        self._trained = {number: _num_trained(stage) for number, stage in stages.items()}
-        everyone = self.links.control.from_each([number for number, count in self._trained.items() if count])
-        first = min(itertools.chain(*everyone), default=self.placement.num_stages)
-        if not self.makes_chunks and first == self.placement.num_stages and dist.get_rank() == 0:
-            logger.warning(NOTHING_TRAINS)  # samples ask in every call
-        for number, stage in stages.items():
-            stage.has_gradient = number >= first
-        self.reports.connect(self.groups, self.rank == self.placement.num_ranks - 1)
-        self.features = tuple(filter(None, (make(self) for make in targets(self.asked, "run"))))
-
     def check_trained(self) -> None:
         """Warn where a program has frozen or freed parameters since `connect`, which costs do not follow. Raises `EppError` if
         a stage trains whose backwards compute no gradients, as nothing trained there or ahead of it.
         """
         for number, stage in self.stages.items():
-            now, before = _num_trained(stage), self._trained[number]
+            now, before = num_trained(stage), self.trained[number]
             if now == before:
                 continue
             counts = f"of stage {number} {now:,} parameters train, and {before:,} did before the first iteration"
             if not stage.has_gradient:
                 raise EppError(f"{counts}, so plans compute no gradients there: let them train from the first iteration on")
             logger.warning("%s: plans count the time and memory of those; freeze parameters before the first iteration", counts)
-            self._trained[number] = now
-
-    def use_communicators(self) -> None:
-        """Use every communicator once, so that caps on memory, which follow, count what they have allocated."""
-        with self.watching("waits for others to meet"):
-            self.links.connect(self.device)
-            # Megatron's too: some are used for the first time only in the optimizer's step, when caps have been settled.
-            reduce_once(groups_in_use(self.args), self.device)
-            for feature in self.features:
-                feature.allocate()
-
-    def settle(self, prior: Callable[[Callable[[Step], None]], PipelineCosts]) -> PipelineCosts:
-        """Settle costs and caps with all ranks, prepare host memory and features, and return the costs.
-
-        `prior` gives costs by formula or from a file; it is given a function to call with each of its steps beforehand. A rank
-        that waits for others does not know their steps, so it waits for the sum of all steps' limits.
-        """
-        limit_s = _STEPS * self.watchdog.limit_s
-        with self.watchdog.watch(self._what_it_settles, lambda: self._step, limit_s):
-            try:
-                costs = prior(self._note)
-                self._note("looking for learnt costs")
-                for feature in self.features:
-                    costs = feature.costs(costs)
-                self.costs = costs
-                self._note("exchanging memory caps")
-                may_offload = offloads(self.args)
-                host_cap = host_cap_bytes(self.args) if may_offload else UNLIMITED_BYTES
-                caps, host_caps = agreed_caps(self.args, self.links.position), from_each_of_job(host_cap)
-                multiple = (token_multiple if self.makes_chunks else token_shards)(self.args)
-                self.problem = Problem((), self.placement.rank_of, caps, multiple, host_cap_bytes=min(host_caps))
-                self.host = HostMemory(self.device, host_cap) if may_offload else None
-                for feature in self.features:
-                    feature.settled(costs)
-                return costs
-            finally:
-                self._step = None
-
-    def _note(self, step: Step) -> None:
-        self._step = step
-
-    def _what_it_settles(self) -> str:
-        return (
-            f"rank {self.rank} has been {self._step} for {_STEPS * self.watchdog.limit_s:g} s, {self.watchdog.limit_s:g} s for "
-            f"each of {_STEPS} steps ({self.watchdog.limit_name})"
-        )
+            self.trained[number] = now
 
     def completed(self, learnt: PipelineCosts) -> PipelineCosts:
         """Return learnt costs with what iterations do not tell. A collective call."""

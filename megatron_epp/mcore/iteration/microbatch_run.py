@@ -21,7 +21,6 @@ from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_sta
 from megatron_epp.features import Learning
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_shards
-from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.refusals import advice
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained_share
 from megatron_epp.mcore.costs.sources import Step, by_stage, gathered, with_host_link
@@ -38,7 +37,8 @@ from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.model.weight_gradients import settle_split
-from megatron_epp.mcore.training.caps import offloads, possible_on_device
+from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
+from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names, Remedy
 from megatron_epp.plan.plan_figures import offload_share
@@ -47,6 +47,7 @@ from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan
 from megatron_epp.port.planning import PlanningProcess
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
+from megatron_epp.runtime.out_of_memory import possible_on_device
 from megatron_epp.runtime.side_thread import SideThread
 
 logger = logging.getLogger(__name__)
@@ -115,21 +116,21 @@ class MicrobatchRun(Run):
         }
         self._process = PlanningProcess() if dist.get_rank() == self.own_ranks[0] else None
         """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
-        self.connect(stages)
+        connect(self, stages)
         self._can_look_ahead: bool | None = None
         self.ahead = Ahead(self._agreed_ahead)
         self._thread = None if self._process is None else SideThread("epp-planning")  # which waits for the process
         self._begun: tuple[_Key, Future[tuple[PackedPlan, tuple[int, ...]]]] | None = None
         """Plan of the next iteration, where this rank plans and has begun."""
-        self.use_communicators()  # ahead of `settle`, whose caps then count their memory
+        use_communicators(self)  # ahead of `settle`, whose caps then count their memory
         settle_split(args, models)
         self.learning = next(feature for feature in self.features if isinstance(feature, Learning))
-        self.settle(self._by_formula)
+        settle(self, self._by_formula)
         obstacles = self.links.control.from_each([stage.recompute_obstacle for stage in self.stages.values()])
-        options = options_from(args, training=True, offload=offloads(args))
+        options = self.options
         if obstacle := next((text for each in obstacles for text in each if text), ""):
             options = _without_recompute(options, obstacle, self.names, is_asked=args.epp_offload == "on")
-        self._options = options
+        self.options = options
         if options.split_weight:
             self._split_weights()
         self._plans: dict[_Key, MicrobatchPlan] = {}
@@ -204,7 +205,7 @@ class MicrobatchRun(Run):
         Returns what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
         measures = self.learning.is_recording and not call.forward_only
-        reduction = Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, self._options.split_weight)
+        reduction = Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, self.options.split_weight)
         if planned is None:
             if not call.forward_only:
                 with reduction:
@@ -262,7 +263,7 @@ class MicrobatchRun(Run):
     def _make(self, agreed: AgreedShapes, forward_only: bool) -> tuple[PackedPlan, tuple[int, ...]]:
         assert self._process is not None  # this rank plans
         problem: Problem = replace(self.problem, forward_only=forward_only)
-        asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self._options
+        asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self.options
         in_order = self.args.epp_order == GIVEN
         as_given = "plan_in_order_as_given" if in_order else _AS_GIVEN
         if not self.learning.is_done:
@@ -332,7 +333,7 @@ class MicrobatchRun(Run):
         if self._measured is None:
             return (0,) * self.problem.num_ranks
         counted = self._with_microbatches(with_static(learnt, lambda *_: Static()), self._measured)
-        asked = _lengths_of(self._measured.shapes), self.problem, counted, self._options
+        asked = _lengths_of(self._measured.shapes), self.problem, counted, self.options
 
         def peaks() -> Sequence[int]:
             assert self._process is not None  # this rank plans

@@ -6,7 +6,6 @@ import argparse
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
@@ -14,30 +13,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import span_work_of
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
-from megatron_epp.features import targets
 from megatron_epp.mcore import early_planning
-from megatron_epp.mcore.arguments.parser import options_from
-from megatron_epp.mcore.costs.sources import Step, pipeline_costs
-from megatron_epp.mcore.iteration.base_run import Run, lockstep_groups
-from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs, rank_inputs
-from megatron_epp.mcore.model import rotary
-from megatron_epp.mcore.model.adopt import check_adopted
-from megatron_epp.mcore.model.block_loss import block_loss
-from megatron_epp.mcore.model.language_model import language_model_of
-from megatron_epp.mcore.model.stage import HeadSettings, MegatronStage
-from megatron_epp.mcore.patches import fingerprints, patching
-from megatron_epp.mcore.training.caps import offloads, possible_on_device
+from megatron_epp.mcore.iteration.base_run import Run
+from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs
+from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
 from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.port.packed import PackedPlans
 from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner, PlanningProcess
-from megatron_epp.runtime.links.objects import ObjectGroup, agreed
+from megatron_epp.runtime.links.objects import ObjectGroup
+from megatron_epp.runtime.out_of_memory import possible_on_device
 from megatron_epp.runtime.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -47,85 +37,46 @@ _LONGEST = 8
 
 
 class SlicedRun(Run):
-    """One process's share of a training on documents.
+    """One process's share of a training on documents or samples.
 
     In the background, one rank of every lockstep group plans the group's shares of the global batch, which all these ranks
-    divide from the same lengths, costs and caps. It is created before the data iterators, whose plans wait until `attach` has
-    the model's costs.
+    divide from the same lengths, costs and caps. It is created before the data iterators, whose plans wait until it has a model
+    and the costs of that.
+
+    Args:
+        attach: makes stages of the rank's model chunks, and settles links, costs and caps; called at the first iteration.
     """
 
     stages: dict[int, MegatronStage]
-    inputs: RankInputs | None = None
-    """Upload of batches to this rank's device; None before `attach`."""
+    inputs: RankInputs
+    """Upload of batches to this rank's device, since `attach`."""
+    planning_ranks: ObjectGroup
+    process: PlanningProcess | None = None
+    """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
     untrained_batches = 0
     longest_tokens = 0
     """Tokens of the longest sequence of the training data, on one planning rank until it has looked for a plan; else 0."""
 
-    _process: PlanningProcess | None = None
     _planner: BatchPlanner | None = None
-    _planning_ranks: ObjectGroup | None = None
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, attach: Callable[[SlicedRun, Sequence[torch.nn.Module], Any], None]) -> None:
         super().__init__(args)
+        self._attach = attach
         self.plans = dist.get_rank() == self.own_ranks[0]
         """The first rank of a group plans."""
         self.loss = None if args.epp_loss is None else resolve_name("megatron_epp.losses:load_loss")(args.epp_loss)
-        self._process = early_planning.take() if self.plans and args.epp_schedule == "elastic" else None
-        # Set by the training thread in `attach`. The thread of the data iterators waits for it with the first batch.
+        # Set by the training thread in `plan_with`. The thread of the data iterators waits for it with the first batch.
         self._can_plan = threading.Event()
 
     def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
-        """Wrap the rank's model chunks as stages and settle costs and caps, at the first call; later calls do nothing."""
-        if self.stages:
-            return
-        stages = agreed(partial(self._stages_of, models, config), self.names)
-        # From here on groups are made. torch makes each on all ranks of the job, so the order of these calls must not depend on
-        # the rank.
-        self.connect(stages)
-        self.inputs = rank_inputs(self.stages, next((feature.rows_of for feature in self.features if feature.rows_of), None))
-        self._planning_ranks = ObjectGroup.create([ranks[0] for ranks in self.lockstep_ranks], self.groups)
-        if self.args.epp_schedule == "elastic":
-            self.use_communicators()  # ahead of `settle`, whose caps then count their memory
-            costs = self.settle(self._prior)
-            if self.plans:
-                planner: BatchPlanner = self.planner_by(costs)
-                for feature in self.features:
-                    planner = feature.planner(planner)
-                self._planner = planner
-                self._can_plan.set()
+        """Give the run its model chunks, at the first call; later calls do nothing."""
+        if not self.stages:
+            self._attach(self, models, config)
 
-    def _stages_of(self, models: Sequence[torch.nn.Module], config: Any) -> dict[int, MegatronStage]:
-        """Return the rank's model chunks as stages. Raises `EppError` for a model that cannot run in slices."""
-        if self.args.epp_schedule != "stock":
-            for model in models:
-                check_adopted(model)
-                rotary.adopt(language_model_of(model))  # when the program has built it: it may have put its own there
-        head = HeadSettings(MegatronStage)
-        for change in targets(self.asked, "head"):
-            change(self, models, head)
-        last = self.placement.num_stages - 1
-        return {
-            stage: (head.make if stage == last else MegatronStage)(
-                model,
-                config,
-                is_first=stage == 0,
-                is_last=stage == last,
-                tp_size=mpu.get_tensor_model_parallel_world_size(),
-                fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
-                block_loss=block_loss(self.args, language_model_of(model), head.asked)
-                if head.has_head and stage == last
-                else None,
-                own_inputs=self.own_inputs if stage == 0 else None,
-            )
-            for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
-        }
-
-    def _prior(self, note: Callable[[Step], None]) -> PipelineCosts:
-        """Return costs by formula or from a file, with measured bytes; `note` is called with each step before it starts."""
-        with ExitStack() as measuring:
-            for feature in self.features:
-                measuring.enter_context(feature.measuring())
-            return pipeline_costs(self.args, self.stages, self.links, self.placement.num_stages, self.ask, note)
+    def plan_with(self, planner: BatchPlanner) -> None:
+        """Plan batches with `planner` from now on; on a rank that plans."""
+        self._planner = planner
+        self._can_plan.set()
 
     def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
         """Let features follow a training iteration; in some, a collective call of all ranks."""
@@ -147,14 +98,13 @@ class SlicedRun(Run):
         }
 
     def ask(self, name: str, *args: Any) -> Any:
-        assert self._process is not None  # the first rank has one
-        return self._process.call(name, *args)
+        assert self.process is not None  # the first rank has one
+        return self.process.call(name, *args)
 
     def planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
-        assert self._process is not None  # this rank plans
-        options = options_from(self.args, training=True, offload=offloads(self.args))
+        assert self.process is not None  # this rank plans
         is_first = self._planner is None  # which tells its peak, once for a run
-        return BackgroundPlanner(costs, options, self.lockstep_group, self.lockstep_groups, self._process, is_first)
+        return BackgroundPlanner(costs, self.options, self.lockstep_group, self.lockstep_groups, self.process, is_first)
 
     def plan_source(self, forward_only: bool, *, of_batch: bool = False) -> PlanSource:
         """Return the source of this rank's plans. With `of_batch` it plans a single batch, and is made in the training thread;
@@ -170,8 +120,8 @@ class SlicedRun(Run):
         try:
             super().close()
         finally:
-            if self._process is not None:
-                self._process.close()
+            if self.process is not None:
+                self.process.close()
 
     def _plan(self, batch: Lengths, *, forward_only: bool, plan: Callable[[Problem], PackedPlans] | None = None) -> PackedPlans:
         self._can_plan.wait()
@@ -200,7 +150,6 @@ class SlicedRun(Run):
             )
 
     def _prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
-        assert self.inputs is not None  # batches are taken after `attach`
         return self.inputs.prepare(batch, actions)
 
     def _exchange_plans(self, plans: list[PlansOrError]) -> list[PlansOrError]:
@@ -209,8 +158,7 @@ class SlicedRun(Run):
     def _check_division(self, checksum: int | None) -> None:
         if not self.plans or len(self.lockstep_groups) == 1:
             return
-        assert self._planning_ranks is not None
-        checksums = self._planning_ranks.from_each(checksum)
+        checksums = self.planning_ranks.from_each(checksum)
         if None in checksums and checksum is not None:
             raise DisagreementError("another replica has no plan for its share of a batch; its own error says why")
         if None not in checksums and len(set(checksums)) > 1:
@@ -229,25 +177,14 @@ def _summary(lengths: tuple[int, ...]) -> str:
 _run: SlicedRun | None = None
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Start the planning process, before the model is built. A collective call of all ranks."""
-    _, ranks = lockstep_groups()
-    if args.epp_schedule == "elastic" and dist.get_rank() in {lockstep_ranks[0] for lockstep_ranks in ranks}:
-        early_planning.start(options_from(args, training=True, offload=offloads(args)))
-
-
-def start(args: argparse.Namespace) -> SlicedRun:
-    """Create the process's run on documents. A previous one, if any, ends."""
+def use(run: SlicedRun) -> None:
+    """Make a run the one of the process's training."""
     global _run
-    end()
-    strange = patching.unknown(fingerprints.RELIED_ON) if args.rank == 0 else []
-    if strange:
-        logger.warning("this Megatron is not as megatron-epp was tested with: look at its %s", ", ".join(strange))
-    _run = SlicedRun(args)
-    return _run
+    _run = run
 
 
 def end() -> None:
+    """End the process's run, if there is one."""
     global _run
     if _run is not None:
         _run.close()
@@ -256,7 +193,7 @@ def end() -> None:
 
 
 def current() -> SlicedRun:
-    """Raises `EppError` if `start` was not called."""
+    """Raises `EppError` if no run was started."""
     if _run is None:
         raise EppError("no elastic run was started: train through megatron.training.pretrain with --epp")
     return _run

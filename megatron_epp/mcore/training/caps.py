@@ -22,7 +22,7 @@ from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.costs.stored import write_whole
-from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
+from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.reading import read_text
@@ -113,14 +113,6 @@ def cap_bytes(args: argparse.Namespace, saved_bytes: int | None = None) -> int:
         saved_bytes / _GIB,
     )
     return now
-
-
-def possible_on_device(error: EppError) -> EppError:
-    """Return the error without the advice to raise the cap if that would be above the memory of this rank's device."""
-    if not isinstance(error, InfeasibleError) or not torch.cuda.is_initialized():
-        return error
-    total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return error.without_remedies("cap_bytes") if error.least_cap_bytes > total_bytes else error
 
 
 def tell_lowered(args: argparse.Namespace, caps: Sequence[int]) -> None:

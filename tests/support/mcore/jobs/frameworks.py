@@ -396,9 +396,9 @@ def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
     """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
     from megatron_epp.cost import LinearTime
     from megatron_epp.cost.blocks import LAYER
-    from megatron_epp.mcore.iteration import base_run
+    from megatron_epp.features.learnt_costs import learn_costs
 
-    learn, lines = base_run.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
+    learn, lines = learn_costs.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
 
     def fixed(*rest: Any, **named: Any) -> Any:
         costs = learn(*rest, **named)
@@ -407,7 +407,7 @@ def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
             stages=tuple(stage.changed(**dict.fromkeys(lines, LinearTime())).changed(LAYER, **lines) for stage in costs.stages),
         )
 
-    base_run.fitted_costs = fixed
+    learn_costs.fitted_costs = fixed
 
 
 def of_core_alone(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
