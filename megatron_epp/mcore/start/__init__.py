@@ -1,1 +1,1 @@
-"""What comes ahead of the first iteration: stages, links, costs and caps of a run, and the iterators of its documents."""
+"""Start of a run: its stages, links, costs and caps, and the iterators of its documents."""
