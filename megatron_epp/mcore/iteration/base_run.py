@@ -31,16 +31,16 @@ from megatron_epp.mcore.iteration.loggers import Totals
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
 from megatron_epp.mcore.model.stage import own_device
-from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
+from megatron_epp.mcore.training.caps import agreed_caps
 from megatron_epp.mcore.training.nccl_settings import groups_in_use, link_options, reduce_once, time_limit
-from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
+from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.problem import LockstepGroups, Problem, connected
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each_of_job, made_by_first
-from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -85,8 +85,6 @@ class Run:
     """Flags and model that learnt costs depend on; None if none are learnt."""
     saved_costs: KeptCosts | None = None
     """Learnt costs, to be kept with checkpoints; None while they are learnt, and if they are not."""
-    host: HostMemory | None = None
-    """Host memory that receives offloaded activations; None without --epp-offload."""
     watch: StageWatch | None = None
     """Comparison of iterations with their plans; None before `settle`, and if times are by formula."""
 
@@ -220,17 +218,13 @@ class Run:
         limit_s = _STEPS * self.watchdog.limit_s
         with self.watchdog.watch(self._what_it_settles, lambda: self._step, limit_s):
             try:
-                self.costs = prior(self._note)
+                self.costs = prior(self.note)
                 if learns:
-                    self._note("looking for learnt costs")
+                    self.note("looking for learnt costs")
                     self.costs = self._resumed(self.costs, resume, loaded)
-                self._note("exchanging memory caps")
-                may_offload = offloads(self.args)
-                host_cap = host_cap_bytes(self.args) if may_offload else UNLIMITED_BYTES
-                caps, host_caps = agreed_caps(self.args, self.links.position), from_each_of_job(host_cap)
+                self.note("exchanging memory caps")
                 multiple = (token_multiple if self.makes_chunks else token_shards)(self.args)
-                self.problem = Problem((), self.placement.rank_of, caps, multiple, host_cap_bytes=min(host_caps))
-                self.host = HostMemory(self.device, host_cap) if may_offload else None
+                self.problem = Problem((), self.placement.rank_of, agreed_caps(self.args, self.links.position), multiple)
                 # Not with times by formula, which are not this machine's: stages would be named slow without being so.
                 if learns or self.args.epp_costs != "analytic":
                     self.watch = StageWatch(self.rank, ObjectGroup.create(self.links.control.ranks, self.groups))
@@ -253,8 +247,29 @@ class Run:
         self._keep(known)  # this run may save to another folder
         return resume(prior, known)
 
-    def _note(self, step: Step) -> None:
+    def note(self, step: Step) -> None:
+        """Note a step of settling costs before it starts."""
         self._step = step
+
+    def measured(self, costs: PipelineCosts) -> PipelineCosts:
+        """Return costs with what features measure on this rank's stages. A collective call."""
+        for feature in self.features:
+            costs = feature.measured(costs)
+        return costs
+
+    def counting(
+        self, plan: Plan | None, parameters: Sequence[torch.Tensor], counts: bool, others: Callable[[], int] = lambda: 0
+    ) -> SavedTensors | None:
+        """Return what counts the tensors that autograd saves in an iteration, a feature's if one does more with them; None if
+        none does and the run does not count them.
+        """
+        of_features = () if plan is None else (feature.counting(plan, parameters, others) for feature in self.features)
+        return next(filter(None, of_features), SavedTensors(parameters, others) if counts else None)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Figures of the last iteration that features have."""
+        return {name: figure for feature in self.features for name, figure in feature.figures.items()}
 
     def _what_it_settles(self) -> str:
         return (

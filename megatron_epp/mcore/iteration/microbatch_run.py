@@ -23,7 +23,7 @@ from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.refusals import advice
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained_share
-from megatron_epp.mcore.costs.sources import Step, by_stage, gathered, with_host_link
+from megatron_epp.mcore.costs.sources import Step, by_stage, gathered
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.learn_costs import CostLearning
@@ -211,9 +211,8 @@ class MicrobatchRun(Run):
                     reduction.reduce_all()
                 self._learn(None, report)
             return [], torch.zeros([], dtype=torch.int, device=self.device)
-        parameters = (parameter for model in self.models for parameter in model.parameters())
-        counts = self.host is not None or (measures and not self._on_gpu)
-        report.tracker = SavedTensorTracker(parameters, self.host, counts=counts, measures_shares=True)
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        report.tracker = SavedTensorTracker(self.counting(planned.plan, parameters, measures and not self._on_gpu))
         microbatches = dict(zip(self.stages.values(), sources, strict=True))
 
         def begin(stage: MicrobatchStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
@@ -236,11 +235,7 @@ class MicrobatchRun(Run):
         counts, trained = zip(*by_stage(mine, self.links), strict=True)
         asked = None, counts, trained, (), True
         by_formula, _ = made_by_first(lambda: self._ask("prior", *asked))
-        costs = of_whole_microbatches(by_formula)
-        if not offloads(self.args):
-            return costs
-        note("measuring what can go to the host")
-        return with_host_link(costs, self.device, self.links)
+        return self.measured(of_whole_microbatches(by_formula))
 
     def _split_weights(self) -> None:
         """Split weight gradients where layers can delay them. Raises `EppError`, on every rank, if no layer can."""
@@ -307,7 +302,7 @@ class MicrobatchRun(Run):
                     for chunk, size in sizes.items()
                 },
                 "peak_bytes": torch.cuda.max_memory_allocated() if self._on_gpu else 0,
-                "offloadable_share": report.tracker.offloadable_share,
+                "offloadable_share": self.figures.get("offloadable_share"),
             }
         elif self._on_gpu:  # kernels are chosen in the first iteration, which may have had a higher peak
             torch.cuda.reset_peak_memory_stats()

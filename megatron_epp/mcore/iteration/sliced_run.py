@@ -134,7 +134,8 @@ class SlicedRun(Run):
         with ExitStack() as measuring:
             for feature in self.features:
                 measuring.enter_context(feature.measuring())
-            return pipeline_costs(self.args, self.stages, self.links, self.placement.num_stages, self.ask, note)
+            own = self.args, self.stages, self.links, self.placement.num_stages, self.ask
+            return pipeline_costs(*own, self.measured, note)
 
     def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
         """Learn costs from a training iteration, and compare it with its plan; in some, a collective call of all ranks."""
