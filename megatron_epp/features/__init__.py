@@ -6,7 +6,7 @@ A rank imports the functions that a feature's row in `FEATURES` names if the run
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.plan import Op, Plan
     from megatron_epp.port.planning import BatchPlanner
+    from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.recorder import Recorder
 
 
@@ -55,8 +56,12 @@ class RunFeature:
         """Return the run's costs, where the feature knows better ones."""
         return prior
 
+    def measured(self, costs: PipelineCosts) -> PipelineCosts:
+        """Return costs with what the feature measures on the rank's stages, whose state the caller restores."""
+        return costs
+
     def settled(self, costs: PipelineCosts) -> None:
-        """Prepare what depends on costs."""
+        """Prepare what depends on costs, and limit the run's planning problem."""
 
     def planner(self, planner: BatchPlanner) -> BatchPlanner:
         """Return what plans the run's batches, on a rank that plans."""
@@ -65,10 +70,15 @@ class RunFeature:
     def before(self, batch: GlobalBatch) -> None:
         """Prepare an iteration."""
 
+    def counting(self, plan: Plan, parameters: Iterable[Tensor], others: Callable[[], int]) -> SavedTensors | None:
+        """Return the feature's own `SavedTensors`, with these arguments, if it does more with them than count."""
+        return None
+
     def running(
-        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any
+        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any, handlers: Mapping[Op, Any]
     ) -> AbstractContextManager[Mapping[Op, Any]]:
-        """Return a context around an iteration's actions, with the handlers of the feature's own operations.
+        """Return a context around an iteration's actions, with handlers of the feature's own operations, and some around those
+        of `handlers`, which are the runtime's and those of features before it in the table.
 
         `inputs` are a chunk's, as stages get them; None if chunks are a caller's microbatches. `reduction` is of gradients.
         """
@@ -87,6 +97,11 @@ class RunFeature:
     def num_bytes(self) -> int:
         """Bytes that the feature holds on the device for chunks in flight."""
         return 0
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """Figures of the last iteration: `host_peak` in bytes for its report, `offloadable_share` for costs that are learnt."""
+        return {}
 
 
 @runtime_checkable
@@ -114,7 +129,7 @@ class Feature:
 
     Attributes:
         gain: a figure with its command or page, or the models that need the feature.
-        wanted: reads what a user asked for, and imports nothing.
+        wanted: reads what a user asked for, and imports nothing of the feature.
         adopt: from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it.
         head: from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made.
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
@@ -154,6 +169,12 @@ FEATURES = (
         adopt=f"{_HERE}vocabulary.vocabulary_shard:divide_output_layer",
         head=f"{_HERE}vocabulary.rank_vocabulary:end_without_head",
         run=f"{_HERE}vocabulary.rank_vocabulary:rank_vocabulary",
+    ),
+    Feature(
+        "offload",
+        "longest context of an 8B model on 8 GPUs 512K -> 2,048K: python -m scripts.bench.long --longest",
+        wanted=lambda asked: resolve_name("megatron_epp.mcore.training.caps:offloads")(asked.args),
+        run=f"{_HERE}offload.rank_offload:RankOffload",
     ),
     Feature(
         "steps of two actions",

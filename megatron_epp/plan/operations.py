@@ -170,6 +170,7 @@ class Operation:
     # Of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage
     gives_gradients: bool = False
     side: Side | None = None  # for a lowered operation that other ranks take part in, the event it is a side of
+    setting: str = ""  # that brings the feature whose handlers run it; empty if every run has them
     # For planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action. Without this
     # function, planners have columns of their own for it, or do not order it.
     rows: Callable[[Any, Sequence[int], Any], OperationRows | None] | None = None
@@ -303,7 +304,7 @@ _DEFINED = (
         before=(Before(Op.B, Need(Op.R)),),
         in_layers=True,
     ),
-    Operation(op=Op.O, text="offload", colour="#56B4E9", track=Track.COPY, needs=(Need(Op.F),)),
+    Operation(op=Op.O, text="offload", colour="#56B4E9", track=Track.COPY, needs=(Need(Op.F),), setting="offload"),
     Operation(
         op=Op.L,
         text="load",  # of the activations that `O` moved
@@ -311,8 +312,9 @@ _DEFINED = (
         track=Track.COPY,
         needs=(Need(Op.O),),
         before=(Before(Op.B, Need(Op.L)),),
+        setting="offload",
     ),
-    Operation(op=Op.FREE, text="release of offloaded activations", track=Track.LOWERED, needs=(Need(Op.O),)),
+    Operation(op=Op.FREE, text="release of offloaded activations", track=Track.LOWERED, needs=(Need(Op.O),), setting="offload"),
     Operation(op=Op.SEND_F, text="send of an activation", track=Track.LOWERED, needs=(Need(Op.F),), side=Side(Op.SEND_F, 1)),
     Operation(
         op=Op.RECV_F,

@@ -21,7 +21,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor, RunError
+from megatron_epp.runtime.executor import HANDLERS, Executor, RunError
 from megatron_epp.tools.formulas import H100, analytic_profile, on_device
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders.unit import TOKENS, Unit
@@ -119,7 +119,7 @@ class PausingStage(PlainStage):
 
 def executor_of(plan, exchanges, kind=PausingStage):
     stage = kind(build_part(plan.num_layers, 0), batch_of(plan))
-    steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges))
+    steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges), HANDLERS)
     return Executor(plan, 0, {0: stage}, handlers=steps.handlers() if exchanges else {}), stage, steps
 
 

@@ -71,7 +71,9 @@ class RankVocabulary(RunFeature):
             self._tied.forget_gradient()
 
     @contextmanager
-    def running(self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any) -> Iterator[Mapping[Op, Handler]]:
+    def running(
+        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any, handlers: Mapping[Op, Handler]
+    ) -> Iterator[Mapping[Op, Handler]]:
         self._inputs = inputs
         if self._tied is not None:
             with self._watching("waits for the embedding's rows"):

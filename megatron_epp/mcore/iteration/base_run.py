@@ -23,9 +23,10 @@ from megatron_epp.mcore.arguments.table import TRAINING, names_of
 from megatron_epp.mcore.iteration.loggers import Totals
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem, connected
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, from_each_of_job, made_by_first
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from megatron_epp.losses import Loss
     from megatron_epp.mcore.model.own_inputs import OwnInputs
     from megatron_epp.port.planning import BackgroundPlanner
-    from megatron_epp.runtime.offload.host import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class Run:
     options: Options
     loaded_costs: Sequence[KeptCosts] = ()
     """Learnt costs that were given instead of a checkpoint's."""
-    host: HostMemory | None = None
-    """Host memory that receives offloaded activations; None without --epp-offload."""
+    step: str | None = None
+    """Step of settling costs, while it is under way."""
 
     features: tuple[RunFeature, ...] = ()
     loss: Loss | None = None
@@ -163,6 +163,30 @@ class Run:
     def completed(self, learnt: PipelineCosts) -> PipelineCosts:
         """Return learnt costs with what iterations do not tell. A collective call."""
         return learnt
+
+    def note(self, step: str) -> None:
+        """Note a step of settling costs before it starts."""
+        self.step = step
+
+    def measured(self, costs: PipelineCosts) -> PipelineCosts:
+        """Return costs with what features measure on this rank's stages. A collective call."""
+        for feature in self.features:
+            costs = feature.measured(costs)
+        return costs
+
+    def counting(
+        self, plan: Plan | None, parameters: Sequence[torch.Tensor], counts: bool, others: Callable[[], int] = lambda: 0
+    ) -> SavedTensors | None:
+        """Return what counts the tensors that autograd saves in an iteration, a feature's if one does more with them; None if
+        none does and the run does not count them.
+        """
+        of_features = () if plan is None else (feature.counting(plan, parameters, others) for feature in self.features)
+        return next(filter(None, of_features), SavedTensors(parameters, others) if counts else None)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Figures of the last iteration that features have."""
+        return {name: figure for feature in self.features for name, figure in feature.figures.items()}
 
     def plan_by(self, costs: PipelineCosts) -> None:
         """Use other costs for plans to come."""

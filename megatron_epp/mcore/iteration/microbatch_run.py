@@ -23,7 +23,7 @@ from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.refusals import advice
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained_share
-from megatron_epp.mcore.costs.sources import Step, by_stage, gathered, with_host_link
+from megatron_epp.mcore.costs.sources import Step, by_stage, gathered
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes
@@ -38,7 +38,6 @@ from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
-from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names, Remedy
 from megatron_epp.plan.plan_figures import offload_share
@@ -212,9 +211,8 @@ class MicrobatchRun(Run):
                     reduction.reduce_all()
                 self._after(None, report)
             return [], torch.zeros([], dtype=torch.int, device=self.device)
-        parameters = (parameter for model in self.models for parameter in model.parameters())
-        counts = self.host is not None or (measures and not self._on_gpu)
-        report.tracker = SavedTensorTracker(parameters, self.host, counts=counts, measures_shares=True)
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        report.tracker = SavedTensorTracker(self.counting(planned.plan, parameters, measures and not self._on_gpu))
         microbatches = dict(zip(self.stages.values(), sources, strict=True))
 
         def begin(stage: MicrobatchStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
@@ -237,11 +235,7 @@ class MicrobatchRun(Run):
         counts, trained = zip(*by_stage(mine, self.links), strict=True)
         asked = None, counts, trained, (), True
         by_formula, _ = made_by_first(lambda: self._ask("prior", *asked))
-        costs = of_whole_microbatches(by_formula)
-        if not offloads(self.args):
-            return costs
-        note("measuring what can go to the host")
-        return with_host_link(costs, self.device, self.links)
+        return self.measured(of_whole_microbatches(by_formula))
 
     def _split_weights(self) -> None:
         """Split weight gradients where layers can delay them. Raises `EppError`, on every rank, if no layer can."""
@@ -296,9 +290,9 @@ class MicrobatchRun(Run):
         if self._on_gpu and not self.learning.is_done and (plan is None or not self.learning.is_recording):
             torch.cuda.reset_peak_memory_stats()  # kernels are chosen in the first iteration, which may have had a higher peak
         for feature in self.features:
-            feature.after(plan, report.recorder, partial(self._measured_bytes, report))
+            feature.after(plan, report.recorder, self._measured_bytes)
 
-    def _measured_bytes(self, report: IterationReport) -> dict[str, Any]:
+    def _measured_bytes(self) -> dict[str, Any]:
         return {
             "kept_bytes": {
                 (op, number, chunk): size
@@ -307,7 +301,7 @@ class MicrobatchRun(Run):
                 for chunk, size in sizes.items()
             },
             "peak_bytes": torch.cuda.max_memory_allocated() if self._on_gpu else 0,
-            "offloadable_share": report.tracker.offloadable_share,
+            "offloadable_share": self.figures.get("offloadable_share"),
         }
 
     def plan_by(self, costs: PipelineCosts) -> None:

@@ -17,14 +17,12 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.sources import Step
 from megatron_epp.mcore.iteration.base_run import NOTHING_TRAINS, Run, num_trained
 from megatron_epp.mcore.model.stage import own_device
-from megatron_epp.mcore.training.caps import agreed_caps, host_cap_bytes, offloads
+from megatron_epp.mcore.training.caps import agreed_caps, offloads
 from megatron_epp.mcore.training.nccl_settings import groups_in_use, link_options, reduce_once, time_limit
-from megatron_epp.plan import UNLIMITED_BYTES
 from megatron_epp.plan.communicators import directions
 from megatron_epp.plan.problem import Problem
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.links.objects import Groups, from_each_of_job
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.links.objects import Groups
 
 logger = logging.getLogger(__name__)
 
@@ -61,35 +59,26 @@ def use_communicators(run: Run) -> None:
 
 
 def settle(run: Run, prior: Callable[[Callable[[Step], None]], PipelineCosts]) -> None:
-    """Settle costs and caps with all ranks, and prepare host memory and features.
+    """Settle costs and caps with all ranks, and prepare features.
 
     `prior` gives costs by formula or from a file; it is given a function to call with each of its steps beforehand. A rank that
     waits for others does not know their steps, so it waits for the sum of all steps' limits.
     """
-    step: Step | None = None
     limit_s = run.watchdog.limit_s
-
-    def note(next_step: Step) -> None:
-        nonlocal step
-        step = next_step
 
     def text() -> str:
         limit = f"{_STEPS * limit_s:g} s, {limit_s:g} s for each of {_STEPS} steps ({run.watchdog.limit_name})"
-        return f"rank {run.rank} has been {step} for {limit}"
+        return f"rank {run.rank} has been {run.step} for {limit}"
 
-    with run.watchdog.watch(text, lambda: step, _STEPS * limit_s):
-        costs = prior(note)
-        note("looking for learnt costs")
+    with run.watchdog.watch(text, lambda: run.step, _STEPS * limit_s):
+        costs = prior(run.note)
+        run.note("looking for learnt costs")
         for feature in run.features:
             costs = feature.costs(costs)
         run.costs = costs
-        note("exchanging memory caps")
-        may_offload = offloads(run.args)
-        run.options = options_from(run.args, training=True, offload=may_offload)
-        host_cap = host_cap_bytes(run.args) if may_offload else UNLIMITED_BYTES
-        caps, host_caps = agreed_caps(run.args, run.links.position), from_each_of_job(host_cap)
+        run.note("exchanging memory caps")
+        run.options = options_from(run.args, training=True, offload=offloads(run.args))
         multiple = (token_multiple if run.makes_chunks else token_shards)(run.args)
-        run.problem = Problem((), run.placement.rank_of, caps, multiple, host_cap_bytes=min(host_caps))
-        run.host = HostMemory(run.device, host_cap) if may_offload else None
+        run.problem = Problem((), run.placement.rank_of, agreed_caps(run.args, run.links.position), multiple)
         for feature in run.features:
             feature.settled(costs)

@@ -128,4 +128,5 @@ def _prior(run: SlicedRun, note: Callable[[Step], None]) -> PipelineCosts:
     with ExitStack() as measuring:
         for feature in run.features:
             measuring.enter_context(feature.measuring())
-        return pipeline_costs(run.args, run.stages, run.links, run.placement.num_stages, run.ask, note)
+        own = run.args, run.stages, run.links, run.placement.num_stages, run.ask
+        return pipeline_costs(*own, run.measured, note)

@@ -340,9 +340,9 @@ def compared(
         config = loop.models[0].config
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
     if host_link is not None:
-        from megatron_epp.mcore.costs import sources
+        from megatron_epp.features.offload import rank_offload
 
-        sources.measure_host_link = lambda device: tuple(host_link)
+        rank_offload.measure_host_link = lambda device: tuple(host_link)
     if us_per_token is not None:
         with_fixed_times(us_per_token)
     planned = megatron_epp.wrap(**settings or {})
