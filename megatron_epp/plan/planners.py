@@ -6,10 +6,12 @@ import importlib
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.problem import Options, Problem
+
+if TYPE_CHECKING:
+    from megatron_epp.plan.layout import Layout
 
 Planner = Callable[[Problem, Any, Options], Any]
 """Function that plans a batch, given its costs (`cost.Costs`); returns `planner.Decisions`."""
