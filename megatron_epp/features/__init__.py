@@ -13,12 +13,12 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_epp.plan.planners import PLANNERS
+from megatron_epp.plan.problem import Options, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_epp.cost import PipelineCosts
-    from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.plan import Op, Plan
 
 
@@ -48,8 +48,8 @@ class RunFeature:
     def settled(self, costs: PipelineCosts) -> None:
         """Prepare what depends on costs."""
 
-    def before(self, batch: GlobalBatch) -> None:
-        """Prepare an iteration."""
+    def before(self, batch: Any) -> None:
+        """Prepare an iteration, given its `data.batch.GlobalBatch`."""
 
     def running(
         self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any
@@ -66,24 +66,32 @@ class RunFeature:
         return 0
 
 
+def _never(*asked: Any) -> bool:
+    del asked
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row. Targets are ``module:function``.
+    """A row, of what a run can do, of what the planner can, or of both. Targets are ``module:function``.
 
     Attributes:
         gain: a figure with its command or page, or the models that need the feature.
-        wanted: reads what a user asked for, and imports nothing.
+        wanted: reads what a user asked of a run, and imports nothing; `planned` what a planner is asked.
         adopt: from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it.
         head: from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made.
+        orders: from a problem to the orders that a search tries (`planner.settings.Orders`).
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
     """
 
     name: str
     gain: str
-    wanted: Callable[[Asked], bool]
+    wanted: Callable[[Asked], bool] = _never
+    planned: Callable[[Problem, Options], bool] = _never
     adopt: str = ""
     head: str = ""
     run: str = ""
+    orders: str = ""
 
 
 def _joins(args: Namespace) -> bool:
@@ -127,6 +135,12 @@ FEATURES = (
         wanted=lambda asked: getattr(asked.args, "epp_warm_up", "off") != "off",
         run=f"{_HERE}warm_up.kernel_warm_up:attention_warm_up",
     ),
+    Feature(
+        "several stages per rank",
+        "GAIN",
+        planned=lambda problem, options: not problem.has_one_stage_per_rank,
+        orders=f"{_HERE}stages.stage_orders:orders_of",
+    ),
 )
 """All features, in the order in which every rank asks them."""
 
@@ -135,4 +149,11 @@ def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
     """Yield the functions of a kind (`adopt`, `head`, `run`) of the features that are wanted."""
     for feature in FEATURES:
         if (target := getattr(feature, kind)) and feature.wanted(asked):
+            yield resolve_name(target)
+
+
+def planned(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a kind (`orders`) of the features that a planner is asked for."""
+    for feature in FEATURES:
+        if (target := getattr(feature, kind)) and feature.planned(problem, options):
             yield resolve_name(target)
