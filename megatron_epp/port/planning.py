@@ -65,7 +65,7 @@ class PlanningProcess:
         self, rule: str, microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options
     ) -> tuple[PackedPlan, tuple[int, ...]]:
         """Return the plan by a function of `planner.microbatches`, and the microbatch of each of its chunks."""
-        plan, order = self.call(f"{_ANSWERS}:plan_of_microbatches", rule, microbatches, problem, costs, options)
+        plan, order = self.call("megatron_epp.planner.microbatches:packed", rule, microbatches, problem, costs, options)
         return plan, order
 
     def close(self) -> None:
@@ -109,7 +109,9 @@ class BackgroundPlanner:
         self.tells_peak &= not tells_peak
         groups = self.lockstep_group, self.lockstep_groups
         name = f"{_ANSWERS}:plans_of_batch"
-        plans: PackedPlans = self.process.call(name, problem, self.costs, self.options, *groups, grain, tells_peak)
+        plans: PackedPlans = self.process.call(name, problem, self.costs, self.options, *groups, grain)
+        if tells_peak:
+            plans = self.process.call("megatron_epp.planner.memory.breakdown:with_peak_items", plans, self.costs)
         return plans
 
     def of_next(self) -> Callable[[Problem], PackedPlans]:

@@ -20,6 +20,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
+from megatron_epp.planner.other_planners import plan_of_decisions
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import HANDLERS, Executor, RunError
 from megatron_epp.tools.formulas import H100, analytic_profile, on_device
@@ -319,10 +320,10 @@ def test_pairs_that_are_not_neighbours_or_share_an_action_are_refused():
     unit, made = decisions()
     strange = (Action(Op.F, 0, 0), Action(Op.B, 0, 4))
     with pytest.raises(PlanError, match="joined has 0F0 and 0B4, which no rank runs one after the other"):
-        build_plan(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({strange})))
+        plan_of_decisions(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({strange})))
     row = made.order[0]
     with pytest.raises(PlanError, match=f"joined has {row[1]} in two pairs"):
-        build_plan(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({row[:2], row[1:3]})))
+        plan_of_decisions(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({row[:2], row[1:3]})))
 
 
 def test_actions_that_take_turns_last_longer_and_make_no_stage_slow():

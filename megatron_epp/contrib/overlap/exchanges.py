@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
 from megatron_epp.contrib.overlap import flags_against_overlap
 from megatron_epp.contrib.overlap.turns import Collective, PairRunner, StepsOfTwo, Turns, exchanges_of, run_together
-from megatron_epp.features import RunFeature
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import Op, Plan
 from megatron_epp.runtime.executor import Handler
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import RECORDED, WARM_UP, KeptCosts
-from megatron_epp.features import RunFeature
 from megatron_epp.features.learnt_costs.learner import Learner, deviation, fitted_costs, size_of, untold
 from megatron_epp.features.learnt_costs.learnt import fingerprint, keep, resumed, with_times
 from megatron_epp.features.learnt_costs.timed import Learnt
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.problem import Problem
 from megatron_epp.port.packed import PackedPlans

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_epp.cost.line_fits import fit_line
-from megatron_epp.features import RunFeature
 from megatron_epp.features.offload.activations import ActivationOffload, OwnedTensors, movable_share
 from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.host import HostMemory, host_limit
@@ -23,6 +22,7 @@ from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.costs.memory_probe import bytes_chunk
 from megatron_epp.mcore.costs.probe import forward
 from megatron_epp.mcore.costs.sources import gathered
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Op, Plan, Recompute
 from megatron_epp.plan.recompute import MODES

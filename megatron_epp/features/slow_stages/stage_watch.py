@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_epp.features import RunFeature
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import Action, Plan
 from megatron_epp.plan.operations import of_stages, operation
 from megatron_epp.plan.plan_figures import is_calibrated

@@ -13,13 +13,13 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.features import RunFeature
 from megatron_epp.features.vocabulary.headless_stage import HeadlessStage
 from megatron_epp.features.vocabulary.pipeline_shards import PipelineShards, ShardGroups, Targets
 from megatron_epp.features.vocabulary.shards import Shard
 from megatron_epp.features.vocabulary.tied_table import TiedTable
 from megatron_epp.features.vocabulary.vocabulary_shard import VocabularyShard
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.mcore.model.stage import ChunkInputs, HeadSettings, MegatronStage
 from megatron_epp.mcore.model.trained_rows import rows_to_compute

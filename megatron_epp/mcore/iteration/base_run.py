@@ -16,13 +16,14 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
 from megatron_epp.data.iterator import DisagreementError
-from megatron_epp.features import Asked, RunFeature
+from megatron_epp.features import Asked
 from megatron_epp.launch.run_folder import hold, new_run_id
 from megatron_epp.mcore.arguments.layout import placement_of
 from megatron_epp.mcore.arguments.table import TRAINING, names_of
 from megatron_epp.mcore.iteration.loggers import Totals
 from megatron_epp.mcore.iteration.reduction import process_groups
 from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem, connected

@@ -18,7 +18,6 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_static
-from megatron_epp.features import Learning
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.refusals import advice
@@ -33,6 +32,7 @@ from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layer
 from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report import IterationReport
+from megatron_epp.mcore.iteration.run_feature import Learning
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
