@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_epp.plan import Action, EppError, Op, Plan, Remedy
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.message_slots import slots_of
+from megatron_epp.plan.operations import operation
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ActivationOffloader, ChunkContext, Program, Stage, prepare
 from megatron_epp.runtime.links.links import Links, Receive
@@ -72,12 +73,8 @@ class Executor:
         # A mark is an event on the device for each action: only a watchdog reads them.
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         self._moved_bytes = {copy.action: copy.free_bytes for row in plan.copies[rank : rank + 1] for copy in row}
-        self._split_backwards = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
-        self._last_gradient = {  # of a stage's actions the last in launch order stays
-            a.stage: a
-            for a in self._actions
-            if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split_backwards)
-        }
+        # Of a stage's actions the last in launch order stays: a backward is ahead of its own weight gradient.
+        self._last_gradient = {a.stage: a for a in self._actions if a.op in (Op.B, Op.W)}
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._leaves: dict[tuple[int, int], ReceiveLeaf] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
@@ -95,7 +92,8 @@ class Executor:
         if lacking := [extension.lacks for extension in plan.extensions if extension.lacks]:
             raise RunError(f"this runtime lacks what the plan needs: {'; '.join(lacking)}")
         if missing := sorted({action.op for action in actions} - set(self._handlers)):
-            raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
+            remedies = (Remedy("add", setting) for op in missing if (setting := operation(op).setting))
+            raise RunError(f"this run has no handler for the plan's {', '.join(missing)} actions", *remedies)
         placed = [stage for stage, where in enumerate(plan.placement) if where == rank]
         if placed != sorted(self.stages):
             raise RunError(f"the plan places stages {placed} on pipeline rank {rank}, which has stages {sorted(self.stages)}")
@@ -170,7 +168,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
         hidden = self._message(action, Op.RECV_F) if stage > 0 else None
-        forward_only = not self._differentiates(stage)
+        forward_only = not self.differentiates(stage)
         if hidden is not None and not forward_only:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
@@ -201,11 +199,11 @@ class Executor:
         context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
         if self.offload is not None:
             self.offload.before_backward(key)  # compute, not the host, waits for the load
-        self._announce_last_gradient(action)  # ahead of the backward, in which hooks on the parameters' gradients run
+        self.announce_last_gradient(action)  # ahead of the backward, in which hooks on the parameters' gradients run
         with self.recorder.action(action):
-            if self._differentiates(stage):
+            if self.differentiates(stage):
                 with context.kv_cache.running(context.view, True, context.recompute.attention_layers):
-                    self.stages[stage].backward(context, output, grad, key in self._split_backwards)
+                    self.stages[stage].backward(context, output, grad)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]  # the graph goes with its backward, as plans count it
         if stage == 0:
@@ -221,12 +219,6 @@ class Executor:
             self._received[Action(Op.RECV_B, stage - 1, chunk)] = gradient
         else:
             self._grads[key] = gradient
-
-    def _weight(self, action: Action) -> None:
-        self._announce_last_gradient(action)
-        with self.recorder.action(action):
-            if self._differentiates(action.stage):
-                self.stages[action.stage].weight(action.chunk)
 
     def _offload(self, action: Action) -> None:
         _, stage, chunk = action
@@ -253,11 +245,12 @@ class Executor:
 
     # What they share.
 
-    def _differentiates(self, stage: int) -> bool:
+    def differentiates(self, stage: int) -> bool:
         """Return True if backwards of a stage compute gradients. Of a stage that does not train they are in the plan, too."""
         return not self.plan.forward_only and self.stages[stage].has_gradient
 
-    def _announce_last_gradient(self, action: Action) -> None:
+    def announce_last_gradient(self, action: Action) -> None:
+        """Tell a stage if an action that is about to run gives it its last gradient."""
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
 
@@ -318,7 +311,6 @@ class Executor:
 HANDLERS: Mapping[Op, Handler] = {
     Op.F: Executor._forward,
     Op.B: Executor._backward,
-    Op.W: Executor._weight,
     Op.O: Executor._offload,
     Op.FREE: lambda run, action: run._offloader.free((action.stage, action.chunk)),
     Op.L: lambda run, action: run._offloader.load((action.stage, action.chunk), run.recorder.action(action)),

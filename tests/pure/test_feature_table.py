@@ -8,7 +8,9 @@ import pytest
 from megatron_epp.features import FEATURES, Feature
 from tests.pure.test_layers import ROOT, modules
 
-TARGETS = [(feature, target) for feature in FEATURES for target in (feature.adopt, feature.head, feature.run) if target]
+TARGETS = [
+    (feature, target) for feature in FEATURES for target in (feature.adopt, feature.built, feature.head, feature.run) if target
+]
 
 
 @pytest.mark.parametrize(("feature", "target"), TARGETS, ids=[target.rpartition(".")[2] for _, target in TARGETS])

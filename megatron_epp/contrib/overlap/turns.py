@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_epp.features.split_weights import deferred_gradients
 from megatron_epp.plan import Action, EppError, Op, Plan
-from megatron_epp.runtime.autograd import weights
 from megatron_epp.runtime.autograd.saved import tracking_in_this_thread
 from megatron_epp.runtime.executor import HANDLERS, Executor, Handler
 from megatron_epp.runtime.side_thread import SideThread
 
+_HANDLERS = {**HANDLERS, Op.W: deferred_gradients.compute}
 _BACKWARDS = {Op.B, Op.W}
 """Operations that cannot take turns with each other: autograd runs both in its one thread of a device, which would wait for
 itself."""
@@ -106,11 +107,11 @@ def run_together(first: Callable[[], None], second: Callable[[], None], exchange
             _catch(lambda: turns.run(1, second), errors)
 
     with exchanges(turns):
-        _current, weights.after_each = turns, hand_over
+        _current, deferred_gradients.after_each = turns, hand_over
         second_ended = _second_thread().submit(in_thread)
         _catch(lambda: turns.run(0, first), errors)
         second_ended.result()
-        _current = weights.after_each = None
+        _current = deferred_gradients.after_each = None
     if errors:
         raise next((error for error in errors if not isinstance(error, AbandonedError)), errors[0])
     return turns.num_changes
@@ -200,12 +201,12 @@ class StepsOfTwo:
         return dict.fromkeys({action.op for pair in self._pairs.items() for action in pair}, self._run)
 
     def _run(self, executor: Executor, action: Action) -> None:
-        handler, other = HANDLERS[action.op], self._pairs.get(action)
+        handler, other = _HANDLERS[action.op], self._pairs.get(action)
         if action in self._done:
             self._done.remove(action)
         elif other is None:
             handler(executor, action)
         else:
             self._done.add(other)
-            second = partial(executor.perform, other, HANDLERS[other.op])
+            second = partial(executor.perform, other, _HANDLERS[other.op])
             self.num_turns += self._run_pair(partial(handler, executor, action), second)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from megatron_epp.features.split_weights.deferred_gradients import handlers
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.executor import Executor
@@ -172,5 +173,6 @@ def run(audit, plan, rank, watchdog=None, program=None):
         with SavedTensors(parameters) as saved:
             offload = ActivationOffload(saved, host) if any(plan.copies) else None
             program = prepare(plan, rank) if program is None else program
-            Executor(plan, rank, stages, links, recorder, watchdog, offload, host=host, program=program).run()
+            own = handlers(plan, stages)
+            Executor(plan, rank, stages, links, recorder, watchdog, offload, host=host, handlers=own, program=program).run()
     return recorder

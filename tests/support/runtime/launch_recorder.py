@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megatron_epp.features.split_weights.deferred_gradients import handlers
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import Track, operation
 from megatron_epp.runtime.attention.segments import offsets_of
@@ -270,7 +271,8 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
     ):
         offload = ActivationOffload(saved, host) if any(plan.copies) else None
         program = _uploaded(prepare(plan, rank), batch, log)
-        executor = _Executor(plan, rank, stages, links, recorder=_Actions(log), offload=offload, host=host, program=program)
+        of_run = {"host": host, "handlers": handlers(plan, stages), "program": program}
+        executor = _Executor(plan, rank, stages, links, recorder=_Actions(log), offload=offload, **of_run)
         executor.log = log
         executor.run()
     return log
