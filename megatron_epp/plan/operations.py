@@ -169,8 +169,8 @@ class Operation:
     in_layers: bool = False  # it runs layers, whose experts exchange tokens with other replicas
     # Of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage
     gives_gradients: bool = False
+    setting: str = ""  # that gives a run its handler; empty for an operation that every run has
     side: Side | None = None  # for a lowered operation that other ranks take part in, the event it is a side of
-    setting: str = ""  # that brings the feature whose handlers run it; empty if every run has them
     # For planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action. Without this
     # function, planners have columns of their own for it, or do not order it.
     rows: Callable[[Any, Sequence[int], Any], OperationRows | None] | None = None
@@ -295,7 +295,15 @@ _DEFINED = (
         in_layers=True,
         gives_gradients=True,
     ),
-    Operation(op=Op.W, text="weight gradient", colour="#009E73", role=Role.DEFERRED, needs=_OWN_B, gives_gradients=True),
+    Operation(
+        op=Op.W,
+        text="weight gradient",
+        colour="#009E73",
+        role=Role.DEFERRED,
+        needs=_OWN_B,
+        gives_gradients=True,
+        setting="split_weight",
+    ),
     Operation(
         op=Op.R,
         text="recompute",  # as an action of its own, before the backward that needs it

@@ -103,11 +103,8 @@ class Stage(Protocol):
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Run a chunk. Returns the hidden states to hand on, or on the last stage the loss (a scalar)."""
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
-        """Differentiate `output`; `grad` is None on the last stage. With `keep_weights`, weight gradients wait for `weight`."""
-
-    def weight(self, chunk: int) -> None:
-        """Compute the weight gradients that a chunk's backward has kept."""
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
+        """Differentiate `output`; `grad` is None on the last stage."""
 
     def before_last_gradient(self) -> None:
         """Called once per iteration, ahead of the last action that gives the stage's parameters a gradient."""

@@ -67,12 +67,8 @@ class Executor:
         self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
         # A mark is an event on the device for each action: only a watchdog reads them.
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
-        self._split_backwards = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
-        self._last_gradient = {  # of a stage's actions the last in launch order stays
-            a.stage: a
-            for a in self._actions
-            if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split_backwards)
-        }
+        # Of a stage's actions the last in launch order stays: a backward is ahead of its own weight gradient.
+        self._last_gradient = {a.stage: a for a in self._actions if a.op in (Op.B, Op.W)}
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._leaves: dict[tuple[int, int], ReceiveLeaf] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
@@ -164,7 +160,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
         hidden = self._message(action, Op.RECV_F) if stage > 0 else None
-        forward_only = not self._differentiates(stage)
+        forward_only = not self.differentiates(stage)
         if hidden is not None and not forward_only:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
@@ -192,11 +188,11 @@ class Executor:
         grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
         context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
-        self._announce_last_gradient(action)  # ahead of the backward, in which hooks on the parameters' gradients run
+        self.announce_last_gradient(action)  # ahead of the backward, in which hooks on the parameters' gradients run
         with self.recorder.action(action):
-            if self._differentiates(stage):
+            if self.differentiates(stage):
                 with context.kv_cache.running(context.view, True, context.recompute.attention_layers):
-                    self.stages[stage].backward(context, output, grad, key in self._split_backwards)
+                    self.stages[stage].backward(context, output, grad)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]  # the graph goes with its backward, as plans count it
         if stage == 0:
@@ -212,12 +208,6 @@ class Executor:
             self._received[Action(Op.RECV_B, stage - 1, chunk)] = gradient
         else:
             self._grads[key] = gradient
-
-    def _weight(self, action: Action) -> None:
-        self._announce_last_gradient(action)
-        with self.recorder.action(action):
-            if self._differentiates(action.stage):
-                self.stages[action.stage].weight(action.chunk)
 
     def _send(self, action: Action) -> None:
         op, stage, chunk = action
@@ -238,11 +228,12 @@ class Executor:
 
     # What they share.
 
-    def _differentiates(self, stage: int) -> bool:
+    def differentiates(self, stage: int) -> bool:
         """Return True if backwards of a stage compute gradients. Of a stage that does not train they are in the plan, too."""
         return not self.plan.forward_only and self.stages[stage].has_gradient
 
-    def _announce_last_gradient(self, action: Action) -> None:
+    def announce_last_gradient(self, action: Action) -> None:
+        """Tell a stage if an action that is about to run gives it its last gradient."""
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
 
@@ -298,7 +289,6 @@ class Executor:
 HANDLERS: Mapping[Op, Handler] = {
     Op.F: Executor._forward,
     Op.B: Executor._backward,
-    Op.W: Executor._weight,
     Op.SEND_F: Executor._send,
     Op.SEND_B: Executor._send,
     Op.RECV_F: Executor._post_receive,

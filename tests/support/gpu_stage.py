@@ -46,11 +46,8 @@ class GpuStage:
             x = checkpoint(layer, x, attend, use_reentrant=False, preserve_rng_state=False) if again else layer(x, attend)
         return x.float().square().sum()
 
-    def backward(self, context, output, grad, keep_weights):
+    def backward(self, context, output, grad):
         torch.autograd.backward(output, grad)
-
-    def weight(self, chunk):
-        """None is kept."""
 
     def before_last_gradient(self):
         """Nothing is reduced."""

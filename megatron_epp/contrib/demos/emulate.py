@@ -91,7 +91,7 @@ class WaitingStage:
             self._inputs[context.chunk] = hidden
         return self._perform(Action(Op.F, self.stage, context.chunk), hidden, message_us)
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
         message_us = self.rank.plan.messages.gradient_us[self.stage][context.chunk] if grad is not None else 0.0
         done = self._perform(Action(Op.B, self.stage, context.chunk), grad, message_us)
         if (hidden := self._inputs.pop(context.chunk, None)) is not None:
@@ -102,8 +102,8 @@ class WaitingStage:
         end_s = self.rank.perform(action, sent_s + message_us * self.rank.scale * 1e-6)
         return torch.tensor([end_s], dtype=torch.float64)
 
-    def weight(self, chunk: int) -> None:
-        self._perform(Action(Op.W, self.stage, chunk), None, 0.0)
+    def weight(self, action: Action) -> None:
+        self._perform(action, None, 0.0)
 
     def before_last_gradient(self) -> None:
         """Do nothing: there are no gradients to reduce."""
@@ -217,6 +217,7 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> Events:
     prepare(unstreamed, rank)
     start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
+    handlers[Op.W] = lambda _, action: stages[action.stage].weight(action)
     if plan.num_ranks > 1:
         handlers |= WaitingShards(shared, *(dist.new_group(everyone) for _ in range(2))).handlers()
     executor = Executor(unstreamed, rank, stages, links, handlers=handlers)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_epp.features.split_weights import deferred_gradients
 from megatron_epp.plan import Action, EppError, Op, Plan
-from megatron_epp.runtime.autograd import weights
 from megatron_epp.runtime.autograd.saved import tracking_in_this_thread
 from megatron_epp.runtime.executor import Executor, Handler
 from megatron_epp.runtime.side_thread import SideThread
@@ -106,11 +106,11 @@ def run_together(first: Callable[[], None], second: Callable[[], None], exchange
             _catch(lambda: turns.run(1, second), errors)
 
     with exchanges(turns):
-        _current, weights.after_each = turns, hand_over
+        _current, deferred_gradients.after_each = turns, hand_over
         second_ended = _second_thread().submit(in_thread)
         _catch(lambda: turns.run(0, first), errors)
         second_ended.result()
-        _current = weights.after_each = None
+        _current = deferred_gradients.after_each = None
     if errors:
         raise next((error for error in errors if not isinstance(error, AbandonedError)), errors[0])
     return turns.num_changes

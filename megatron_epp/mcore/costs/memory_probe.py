@@ -444,7 +444,7 @@ def _of_slices(
         backward(stage, *runs.pop(), keep_weights)
         gradient_bytes, most = kv_cache.cache_bytes - cache_bytes, max(left_bytes[1:], default=0)
         if keep_weights:
-            stage.weight(0)
+            stage.weights.run(0)
         backward(stage, *runs.pop())
     of_layer = max(1, sum(map(sum, _caches(stage).values()))) * 2 * tokens
     cache = cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens)

@@ -52,7 +52,9 @@ def forward(
 
 
 def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_weights: bool = False) -> None:
-    stage.backward(context, output, None if stage.has_loss else torch.ones_like(output), keep_weights)
+    if stage.weights is not None:
+        stage.weights.kept = (context.chunk,) if keep_weights else ()
+    stage.backward(context, output, None if stage.has_loss else torch.ones_like(output))
 
 
 @contextmanager

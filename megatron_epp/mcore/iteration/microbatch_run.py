@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_static
+from megatron_epp.features import targets
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.refusals import advice
@@ -36,10 +37,9 @@ from megatron_epp.mcore.iteration.run_feature import Learning
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
-from megatron_epp.mcore.model.weight_gradients import settle_split
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
-from megatron_epp.plan.errors import Names, Remedy
+from megatron_epp.plan.errors import Names
 from megatron_epp.plan.plan_figures import offload_share
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan
@@ -107,6 +107,8 @@ class MicrobatchRun(Run):
 
     def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         super().__init__(args)
+        for adopt in targets(self.asked, "built"):
+            adopt([unwrap_model(model) for model in models], args)
         self.models, self._on_gpu, self.loaded_costs = models, torch.cuda.is_initialized(), loaded
         config, last, is_virtual = get_model_config(models[0]), self.placement.num_stages - 1, len(models) > 1
         stages = {
@@ -122,7 +124,6 @@ class MicrobatchRun(Run):
         self._begun: tuple[_Key, Future[tuple[PackedPlan, tuple[int, ...]]]] | None = None
         """Plan of the next iteration, where this rank plans and has begun."""
         use_communicators(self)  # ahead of `settle`, whose caps then count their memory
-        settle_split(args, models)
         self.learning = next(feature for feature in self.features if isinstance(feature, Learning))
         settle(self, self._by_formula)
         obstacles = self.links.control.from_each([stage.recompute_obstacle for stage in self.stages.values()])
@@ -130,8 +131,6 @@ class MicrobatchRun(Run):
         if obstacle := next((text for each in obstacles for text in each if text), ""):
             options = _without_recompute(options, obstacle, self.names, is_asked=args.epp_offload == "on")
         self.options = options
-        if options.split_weight:
-            self._split_weights()
         self._plans: dict[_Key, MicrobatchPlan] = {}
         self._measured: AgreedShapes | None = None
         """Microbatches of the last training iteration that was recorded for costs."""
@@ -236,23 +235,6 @@ class MicrobatchRun(Run):
         asked = None, counts, trained, (), True
         by_formula, _ = made_by_first(lambda: self._ask("prior", *asked))
         return self.measured(of_whole_microbatches(by_formula))
-
-    def _split_weights(self) -> None:
-        """Split weight gradients where layers can delay them. Raises `EppError`, on every rank, if no layer can."""
-        total = 0
-        for number, stage in self.stages.items():
-            num_split, obstacles = stage.split_weights()
-            total += num_split
-            if obstacles:
-                logger.warning(
-                    "stage %d computes weight gradients of %d layers with their backward: %s",
-                    number,
-                    len(obstacles),
-                    obstacles[0],
-                )
-        if not any(self.links.control.from_each(total)):
-            text, remedy = "no layer of this model can delay its weight gradient", Remedy("drop", "split_weight")
-            raise EppError(text, remedy).with_context(names=self.names)
 
     def _make(self, agreed: AgreedShapes, forward_only: bool) -> tuple[PackedPlan, tuple[int, ...]]:
         assert self._process is not None  # this rank plans

@@ -15,6 +15,7 @@ from megatron_epp.features.offload.activations import ActivationOffload
 from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.copy_streams import CopyStreams
 from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
@@ -171,5 +172,6 @@ def run(audit, plan, rank, watchdog=None, program=None):
         parameters = [parameter for stage in stages.values() for parameter in stage.part.parameters()]
         with ActivationOffload(host, parameters) as saved, offload_handlers(plan, rank, stages, host, saved) as handlers:
             program = prepare(plan, rank) if program is None else program
-            Executor(plan, rank, stages, links, recorder, watchdog, handlers=handlers, program=program).run()
+            own = weight_handlers(plan, stages) | handlers
+            Executor(plan, rank, stages, links, recorder, watchdog, handlers=own, program=program).run()
     return recorder

@@ -17,6 +17,7 @@ from megatron_epp.features.offload.activations import ActivationOffload
 from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.copy_streams import CopyStreams
 from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import Track, operation
 from megatron_epp.runtime.attention.segments import offsets_of
@@ -270,7 +271,8 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
         patch.object(dist, "irecv", messages.irecv),
     ):
         program = _uploaded(prepare(plan, rank), batch, log)
-        executor = _Executor(plan, rank, stages, links, recorder=_Actions(log), handlers=handlers, program=program)
+        of_run = {"handlers": weight_handlers(plan, stages) | handlers, "program": program}
+        executor = _Executor(plan, rank, stages, links, recorder=_Actions(log), **of_run)
         executor.log = log
         executor.run()
     return log
