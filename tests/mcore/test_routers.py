@@ -33,7 +33,7 @@ class Group:
 def patched():
     """The patches."""
     before = patching.applied()
-    install.apply()
+    patching.apply(install.patches())
     yield
     patching.revert([patch for patch in patching.applied() if patch not in before])
 

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_epp.launch.script_flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches, takes
-from megatron_epp.mcore.patches import patching, stock_functions
+from megatron_epp.mcore.patches import stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 from megatron_epp.mcore.patches.running_chunk import in_chunk, keep_chunk
 from megatron_epp.plan.errors import NothingLeftError
@@ -26,11 +26,6 @@ _WARM_UP_TOKENS = 2048
 Megatron warms them up on tensors of --seq-length tokens. With a million tokens and an MLP of 14,336 in bf16, these take 28 GiB
 each before there is a model, and no chunk is that long. The number itself was not measured.
 """
-
-
-def apply(*, allow_unknown: bool = False) -> None:
-    """Patch Megatron so that `--epp` works; without that flag its behaviour does not change. Idempotent."""
-    patching.apply(patches(), allow_unknown=allow_unknown, level=logging.DEBUG)
 
 
 def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
@@ -322,7 +317,7 @@ _AHEAD = "megatron.core.transformer.multi_token_prediction"
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """Return the patches for the installed release, in the order in which they are applied."""
+    """Return the patches by which `--epp` works, in the order in which they are applied; without it nothing changes."""
     return (
         # `parse_args` makes its parser by it in all releases, so a script needs no `extra_args_provider` of ours.
         wrapping("megatron.training.arguments:add_megatron_arguments", _add_flags),
