@@ -3,7 +3,6 @@
 from megatron_epp.cost.blocks import BlockCosts, StageCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.cost.work import ChunkWork, LinearTime, ModeCosts, causal_pairs, work_of
 
 Costs = PipelineCosts
@@ -15,7 +14,6 @@ __all__ = [
     "Costs",
     "LinearTime",
     "ModeCosts",
-    "OptimizerBytes",
     "PipelineCosts",
     "StageCosts",
     "Static",

@@ -1,4 +1,4 @@
-"""Features: what a run can do besides slices. The core knows the protocols here and the table, and imports no feature.
+"""Features: what a run can do besides slices. The core knows this table, and imports no feature.
 
 A rank imports the functions that a feature's row in `FEATURES` names if the run wants it.
 """
@@ -6,92 +6,61 @@ A rank imports the functions that a feature's row in `FEATURES` names if the run
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_epp.plan.planners import PLANNERS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_epp.cost import PipelineCosts
-    from megatron_epp.data.batch import GlobalBatch
-    from megatron_epp.plan import Op, Plan
+from megatron_epp.plan.problem import Options, Problem
 
 
 class Asked(NamedTuple):
-    """Wishes of a user: flags, and a loss of theirs."""
+    """Wishes of a user: flags, a loss of theirs, and whether chunks are microbatches of theirs, which run whole."""
 
     args: Namespace
     loss: Any = None
+    whole: bool = False
 
 
-class RunFeature:
-    """A feature in one rank's run. Every rank of the job calls these methods in the order of the table."""
-
-    rows_of: Callable[[Tensor], Tensor | None] | None = None
-    """Function from a loss mask ``[tokens]`` on the CPU to the tokens that pass the output layer (None: all), on a rank that
-    needs labels for the feature."""
-    adds_gradients = False
-    """True if the first stage's gradients are complete only behind its last backward."""
-
-    def allocate(self) -> None:
-        """Allocate memory that caps must count, before they are settled."""
-
-    def measuring(self) -> AbstractContextManager[None]:
-        """Return a context in which the rank's stages run alone, while costs are measured."""
-        return nullcontext()
-
-    def settled(self, costs: PipelineCosts) -> None:
-        """Prepare what depends on costs."""
-
-    def before(self, batch: GlobalBatch) -> None:
-        """Prepare an iteration."""
-
-    def running(
-        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any
-    ) -> AbstractContextManager[Mapping[Op, Any]]:
-        """Return a context around an iteration's actions, with the handlers of the feature's own operations.
-
-        `inputs` are a chunk's, as stages get them; None if chunks are a caller's microbatches. `reduction` is of gradients.
-        """
-        return nullcontext({})
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the feature holds on the device for chunks in flight."""
-        return 0
+def _never(*asked: Any) -> bool:
+    del asked
+    return False
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row. Targets are ``module:function``.
+    """A row, of what a run can do, of what the planner can, or of both. Targets are ``module:function``.
 
     Attributes:
         gain: a figure with its command or page, or the models that need the feature.
-        wanted: reads what a user asked for, and imports nothing.
+        wanted: reads what a user asked of a run, and imports nothing of the feature; `planned` what a planner is asked.
         adopt: from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it.
         built: from all model chunks that another program has built for a rank, and flags, of which it settles what is left
             open; changes the chunks. A collective call of all ranks.
         head: from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made.
+        orders: from a problem to the orders that a search tries (`planner.settings.Orders`).
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
     """
 
     name: str
     gain: str
-    wanted: Callable[[Asked], bool]
+    wanted: Callable[[Asked], bool] = _never
+    planned: Callable[[Problem, Options], bool] = _never
     adopt: str = ""
     built: str = ""
     head: str = ""
     run: str = ""
+    orders: str = ""
 
 
 def _joins(args: Namespace) -> bool:
     entry = PLANNERS.entry(getattr(args, "epp_planner", "greedy"))
     return entry is not None and entry.joins
+
+
+def _by_plans(asked: Asked) -> bool:
+    return asked.whole or getattr(asked.args, "epp_schedule", "stock") == "elastic"
 
 
 def _splits(args: Namespace) -> bool:
@@ -127,6 +96,12 @@ FEATURES = (
         run=f"{_HERE}split_weights.linear_layers:SplitWeights",
     ),
     Feature(
+        "offload",
+        "longest context of an 8B model on 8 GPUs 512K -> 2,048K: python -m scripts.bench.long --longest",
+        wanted=lambda asked: resolve_name("megatron_epp.mcore.training.caps:offloads")(asked.args),
+        run=f"{_HERE}offload.rank_offload:RankOffload",
+    ),
+    Feature(
         "steps of two actions",
         "17 % less time at TP 8, 3 % at TP 2, by formula: docs/schedules.md, stp",
         wanted=lambda asked: getattr(asked.args, "epp_overlap_exchanges", False) or _joins(asked.args),
@@ -144,6 +119,24 @@ FEATURES = (
         wanted=lambda asked: getattr(asked.args, "epp_warm_up", "off") != "off",
         run=f"{_HERE}warm_up.kernel_warm_up:attention_warm_up",
     ),
+    Feature(
+        "learnt costs",
+        "planned over measured time 0.96 to 0.98, by formula 0.73 to 0.80: docs/comparison.md; needed by whole microbatches",
+        wanted=lambda asked: asked.whole or (_by_plans(asked) and asked.args.epp_costs == "learn"),
+        run=f"{_HERE}learnt_costs.learn_costs:CostLearning",
+    ),
+    Feature(
+        "slow stages",
+        "a rank that takes 1.25 times its planned time, for which all others wait, is named: docs/troubleshooting.md",
+        wanted=lambda asked: asked.whole or (_by_plans(asked) and asked.args.epp_costs != "analytic"),
+        run=f"{_HERE}slow_stages.stage_watch:stage_watch",
+    ),
+    Feature(
+        "several stages per rank",
+        "GAIN",
+        planned=lambda problem, options: not problem.has_one_stage_per_rank,
+        orders=f"{_HERE}stages.stage_orders:orders_of",
+    ),
 )
 """All features, in the order in which every rank asks them."""
 
@@ -152,4 +145,11 @@ def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
     """Yield the functions of a kind (`adopt`, `built`, `head`, `run`) of the features that are wanted."""
     for feature in FEATURES:
         if (target := getattr(feature, kind)) and feature.wanted(asked):
+            yield resolve_name(target)
+
+
+def planned(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a kind (`orders`) of the features that a planner is asked for."""
+    for feature in FEATURES:
+        if (target := getattr(feature, kind)) and feature.planned(problem, options):
             yield resolve_name(target)

@@ -312,7 +312,7 @@ _DEFINED = (
         before=(Before(Op.B, Need(Op.R)),),
         in_layers=True,
     ),
-    Operation(op=Op.O, text="offload", colour="#56B4E9", track=Track.COPY, needs=(Need(Op.F),)),
+    Operation(op=Op.O, text="offload", colour="#56B4E9", track=Track.COPY, needs=(Need(Op.F),), setting="offload"),
     Operation(
         op=Op.L,
         text="load",  # of the activations that `O` moved
@@ -320,8 +320,9 @@ _DEFINED = (
         track=Track.COPY,
         needs=(Need(Op.O),),
         before=(Before(Op.B, Need(Op.L)),),
+        setting="offload",
     ),
-    Operation(op=Op.FREE, text="release of offloaded activations", track=Track.LOWERED, needs=(Need(Op.O),)),
+    Operation(op=Op.FREE, text="release of offloaded activations", track=Track.LOWERED, needs=(Need(Op.O),), setting="offload"),
     Operation(op=Op.SEND_F, text="send of an activation", track=Track.LOWERED, needs=(Need(Op.F),), side=Side(Op.SEND_F, 1)),
     Operation(
         op=Op.RECV_F,

@@ -88,7 +88,8 @@ class Candidates:
         self.splits = replicas.splits_weight and not replicas.is_lockstep
         self.is_single = self.problem.has_one_stage_per_rank
         self.chunk_tables: ChunkTables = ChunkTables(replicas, chunks) if free is None else free.chunk_tables
-        self.values = settings.values_of(self.problem, self.options, self.chunk_tables.cuts, self.splits)
+        self.orders: settings.Orders = settings.orders_of(self.problem, self.options) if free is None else free.orders
+        self.values = settings.values_of(self.problem, self.options, self.orders, self.chunk_tables.cuts, self.splits)
         self.by_recipe: dict[Recipe, Candidate] = {}
         self.came_from: dict[Recipe, tuple[Recipe | None, str]] = {}
         self.free = free
@@ -153,7 +154,7 @@ class Candidates:
         return self._tables[known], self._bounds[known]
 
     def _order(self, table: Aligned, tables: Sequence[Tables], recipe: Recipe) -> CodedOrder:
-        reach = settings.REACHES[recipe.reach]
+        reach = self.orders.reaches[recipe.reach]
         key = id(table), recipe.lead if reach.has_lead else 0.0, recipe.reach
         if reach.is_wide or key not in self._orders:
             rule = reach.rule(recipe.lead, int(self.replicas.has_shards))

@@ -43,6 +43,10 @@ class Decisions:
     kv_sharing: float = SHARINGS[-1]
     extensions: tuple[Extension, ...] = ()
 
+    def padded(self, problem: Problem) -> Problem:
+        """Return the problem with chunks padded as these are."""
+        return problem if self.token_multiple is None else replace(problem, token_multiple=self.token_multiple)
+
     def tables(self, problem: Problem, costs: Costs) -> Tables:
         tables = tabulate(self.chunks, problem, costs, self.modes)
         if not self.kv_offload:

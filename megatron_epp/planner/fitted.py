@@ -1,4 +1,4 @@
-"""Recompute and copies for a given order, so that a builder of schedules need not know how memory is counted."""
+"""Recompute and copies for an order, and the best order of chunks: builders of schedules need not count memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.kernels.split import leaves_bytes
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
-from megatron_epp.planner.mistakes import refuse_mistakes
+from megatron_epp.planner.mistakes import refuse_mistakes, refuse_table
 from megatron_epp.planner.order import Order, without_weights
 from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
+from megatron_epp.planner.replicas import Replicas
+from megatron_epp.planner.result import decisions_of, every_order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.validation import validate
 
@@ -75,6 +77,17 @@ def fitted(
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
         raise infeasible(problem, costs, options, fit.needed_bytes, least_host, planner)
     return replace(decisions, recompute_steps=fit.recompute_steps)
+
+
+def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """The best order, recompute and offload of activations found for a chunk table in forward order.
+
+    What `options` says of slicing and packing is ignored. Raises `InfeasibleError` if nothing that was tried fits the caps, and
+    `PlanError` if the arguments make no sense, or the chunks are no such table.
+    """
+    validate(problem, costs, options)
+    refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
+    return decisions_of(every_order(Replicas((problem,), costs, options), chunks))
 
 
 def _makespan_us(order: Order, tables: Tables, recompute_steps: RecomputeSteps | None) -> float:

@@ -34,7 +34,7 @@ from megatron_epp.planner.message_room import MessageRoomError, message_room, pr
 from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.settings import STREAMING, WHOLE, Recipe, first_recipe, values_of
+from megatron_epp.planner.settings import ONE_STAGE, STREAMING, WHOLE, Recipe, first_recipe, values_of
 from megatron_epp.planner.tables import Tables, tabulate, work_of_table
 from megatron_epp.planner.validation import validate
 
@@ -77,7 +77,7 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
         return True
     replicas = Replicas((problem,), costs, options)
     chunk_tables = ChunkTables(replicas)
-    first = chunk_tables.table(first_recipe(problem, next(iter(chunk_tables.cuts))))
+    first = chunk_tables.table(first_recipe(problem, ONE_STAGE, next(iter(chunk_tables.cuts))))
     has_floor = first is None or bool(_floors([first], problem, costs, options)[0])
     if first is not None and not has_floor and _fit(replicas, first)[2].recompute_steps is not None:
         return True  # as most do, without all other tables
@@ -229,7 +229,7 @@ def _tables(replicas: Replicas) -> Iterator[Aligned]:
     stay as long as one layer does, so it may fit where its slices do not.
     """
     problem, options, chunk_tables = replicas.problems[0], replicas.options, ChunkTables(replicas)
-    values, known = values_of(problem, options, chunk_tables.cuts, splits=False), set[int]()
+    values, known = values_of(problem, options, ONE_STAGE, chunk_tables.cuts, splits=False), set[int]()
     copies = ("none", STREAMING[0]) if options.offload and options.kv_offload else ("none",)
     for away, cut, grain in product(copies, values["cut"], values["grain"]):
         table = chunk_tables.table(Recipe(grain, cut, copies=away)) if grain != WHOLE else None

@@ -48,7 +48,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
     """Walk along one setting to both sides, as long as it gets better; return the best."""
     if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + NEAR_BOUND_SHARE):
         return best
-    if setting is settings.LEAD and not settings.REACHES[best.recipe.reach].has_lead:
+    if setting is settings.LEAD and not candidates.orders.reaches[best.recipe.reach].has_lead:
         return best
     values, start = candidates.values[setting.name], best
     at = values.index(getattr(start.recipe, setting.name)) if getattr(start.recipe, setting.name) in values else 0
@@ -131,7 +131,7 @@ def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
 
 def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
-    first = settings.first_recipe(free.problem, free.values["cut"][0])
+    first = settings.first_recipe(free.problem, free.orders, free.values["cut"][0])
     best = descend(free, first_candidate(free, first))
     others = [*other_cuts(free, best, first)]
     if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:
@@ -182,7 +182,7 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     if best.fits and not is_far and not is_small(candidates, best):
         return best
     before = best
-    for recipe, scans_grains in openings(candidates, best.recipe, settings.OPENINGS[candidates.is_single]):
+    for recipe, scans_grains in openings(candidates, best.recipe, candidates.orders.openings):
         opening = candidates.opening(recipe, before)
         if opening is not None:
             other = walk(candidates, opening, settings.EVERY_GRAIN) if scans_grains else opening
@@ -202,7 +202,7 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
         if opening is not None and (is_near or not best.fits):
             others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in settings.COPIES_GRAINS))
             other = min((opening, *(candidate for candidate in others if candidate is not None)), key=attrgetter("key"))
-            other = descend(candidates, other, settings.SETTINGS_WITH_COPIES[candidates.is_single]) if other.fits else other
+            other = descend(candidates, other, candidates.orders.with_copies) if other.fits else other
             best = min(best, other, key=attrgetter("key"))
     if best.recipe.copies != "none" and best.makespan_us > LEADS_RATIO * fastest.makespan_us:
         best = walk(candidates, best, settings.LEAD)

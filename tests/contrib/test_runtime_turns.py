@@ -14,15 +14,16 @@ from megatron_epp.contrib.overlap.joined import Passing, joined_us
 from megatron_epp.contrib.overlap.turns import Collective, StepsOfTwo, exchanges_of, run_together
 from megatron_epp.cost import LinearTime
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.slowness import ITERATIONS, SlowStages
+from megatron_epp.features.slow_stages.stage_watch import ITERATIONS, SlowStages
 from megatron_epp.features.split_weights.deferred_gradients import handlers
 from megatron_epp.plan import Action, Op, PlanError, Step, check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
+from megatron_epp.planner.other_planners import plan_of_decisions
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor, RunError
+from megatron_epp.runtime.executor import HANDLERS, Executor, RunError
 from megatron_epp.tools.formulas import H100, analytic_profile, on_device
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders.unit import TOKENS, Unit
@@ -120,9 +121,9 @@ class PausingStage(PlainStage):
 
 def executor_of(plan, exchanges, kind=PausingStage):
     stage = kind(build_part(plan.num_layers, 0), batch_of(plan))
-    steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges))
-    own = handlers(plan, {0: stage}) | (steps.handlers() if exchanges else {})
-    return Executor(plan, 0, {0: stage}, handlers=own), stage, steps
+    own = handlers(plan, {0: stage})
+    steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges), {**HANDLERS, **own})
+    return Executor(plan, 0, {0: stage}, handlers=own | (steps.handlers() if exchanges else {})), stage, steps
 
 
 def run(plan, exchanges, kind=PausingStage):
@@ -324,10 +325,10 @@ def test_pairs_that_are_not_neighbours_or_share_an_action_are_refused():
     unit, made = decisions()
     strange = (Action(Op.F, 0, 0), Action(Op.B, 0, 4))
     with pytest.raises(PlanError, match="joined has 0F0 and 0B4, which no rank runs one after the other"):
-        build_plan(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({strange})))
+        plan_of_decisions(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({strange})))
     row = made.order[0]
     with pytest.raises(PlanError, match=f"joined has {row[1]} in two pairs"):
-        build_plan(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({row[:2], row[1:3]})))
+        plan_of_decisions(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({row[:2], row[1:3]})))
 
 
 def test_actions_that_take_turns_last_longer_and_make_no_stage_slow():

@@ -21,8 +21,9 @@ from megatron_epp.cost.blocks import HEAD, LAYER
 from megatron_epp.plan import Chunk, Op, Plan, Segment, check, lower, to_grid
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, plan
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.fitted import for_table
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import run_ahead
 from megatron_epp.tools.layouts import layout_choice

@@ -59,7 +59,7 @@ ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"
         (one_rank(), {1: None}, ELSEWHERE),
         (one_rank(), {0: None, 1: None}, ELSEWHERE),
         (two_ranks(), {0: None}, "over 2 ranks needs links"),
-        (offloading_kv(one_rank()), {0: None}, "add offload"),
+        (offloading_kv(one_rank()), stages_of(one_rank()), "add offload"),
         (offloading(one_rank(), 0.5), {0: None}, "add offload"),
         (with_groups(one_rank()), {0: None}, "lacks what the plan needs: groups of context-parallel ranks: it shares"),
         (with_action(one_rank(), Op.R, 3), {0: None}, "no handler for the plan's R actions$"),

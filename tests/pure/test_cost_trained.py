@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import LinearTime, OptimizerBytes, PipelineCosts, Static, work_of
+from megatron_epp.cost import LinearTime, PipelineCosts, Static, work_of
 from megatron_epp.cost.blocks import HEAD, INPUT
-from megatron_epp.cost.optimizer import TRAINED_SHARE, Parameters
+from megatron_epp.cost.optimizer import TRAINED_SHARE, OptimizerBytes, Parameters
 from megatron_epp.cost.work import trained_tokens
 from megatron_epp.plan import Chunk, PlanError, Segment
 from megatron_epp.plan.check import check

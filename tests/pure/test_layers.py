@@ -16,17 +16,17 @@ LAYERS = (
     {"plan"},
     {"cost"},
     {"port"},
+    {"features"},
     {"planner"},
     {"losses"},
     {"launch", "data"},
     {"runtime"},
-    {"features"},
     {"mcore"},
     {"features.*", "tools", "run", "callers"},
     {"contrib", "__main__"},
 )
 """From the lowest to the highest. Packages of one layer do not import each other, and none imports `contrib`."""
-PURE = ("plan", "cost", "port", "planner", "tools.report", "tools.formulas", "tools.layouts", "tools.advice")
+PURE = ("plan", "cost", "port", "planner", "tools.report", "tools.formulas", "tools.layouts", "tools.advice", "features.stages")
 OF_MEGATRON = ("contrib.overlap.exchanges", "features.")
 """Beginnings of the names of modules outside `mcore` that import Megatron."""
 PURE_CONTRIB = ("contrib.papers", "contrib.exact", "contrib.foreign")

@@ -142,7 +142,7 @@ def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(monkeypatch
     gc.freeze()  # what other tests hold is neither searched nor counted
     for _ in range(5):
         for batch in batches:
-            answers.plans_of_batch(batch, costs, Options(), 0, ((0,), (1,)), 1.0, False)
+            answers.plans_of_batch(batch, costs, Options(), 0, ((0,), (1,)), 1.0)
         gc.collect()
         counts.append(len(gc.get_objects()))
     gc.unfreeze()

@@ -19,10 +19,11 @@ from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.recompute import FULL_ONLY
 from megatron_epp.plan.units import enough_gib
-from megatron_epp.planner import Options, Problem, elastic_1f1b, fitted, for_table, plan
+from megatron_epp.planner import Options, Problem, elastic_1f1b, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fit import held_bytes, peaks_of
+from megatron_epp.planner.fitted import fitted, for_table
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares

@@ -8,11 +8,12 @@ import pytest
 
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.check import check
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table, plan
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.fitted import for_table
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS, improve
 from megatron_epp.planner.memory import offload

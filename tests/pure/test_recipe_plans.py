@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import OptimizerBytes
+from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan.check import check

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -20,10 +20,9 @@ import torch
 from megatron_epp.features.split_weights import deferred_gradients
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.runtime.autograd.saved import tracking_in_this_thread
-from megatron_epp.runtime.executor import HANDLERS, Executor, Handler
+from megatron_epp.runtime.executor import Executor, Handler
 from megatron_epp.runtime.side_thread import SideThread
 
-_HANDLERS = {**HANDLERS, Op.W: deferred_gradients.compute}
 _BACKWARDS = {Op.B, Op.W}
 """Operations that cannot take turns with each other: autograd runs both in its one thread of a device, which would wait for
 itself."""
@@ -187,8 +186,8 @@ class _Work:
 class StepsOfTwo:
     """Handlers that run the other action of a step with the first, if they can take turns, and not once more by itself."""
 
-    def __init__(self, plan: Plan, rank: int, run_pair: PairRunner) -> None:
-        self._run_pair, self.num_turns = run_pair, 0
+    def __init__(self, plan: Plan, rank: int, run_pair: PairRunner, handlers: Mapping[Op, Handler]) -> None:
+        self._run_pair, self._inner, self.num_turns = run_pair, handlers, 0
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
         self._pairs = {
             step.action: step.also[0]
@@ -201,12 +200,12 @@ class StepsOfTwo:
         return dict.fromkeys({action.op for pair in self._pairs.items() for action in pair}, self._run)
 
     def _run(self, executor: Executor, action: Action) -> None:
-        handler, other = _HANDLERS[action.op], self._pairs.get(action)
+        handler, other = self._inner[action.op], self._pairs.get(action)
         if action in self._done:
             self._done.remove(action)
         elif other is None:
             handler(executor, action)
         else:
             self._done.add(other)
-            second = partial(executor.perform, other, _HANDLERS[other.op])
+            second = partial(executor.perform, other, self._inner[other.op])
             self.num_turns += self._run_pair(partial(handler, executor, action), second)

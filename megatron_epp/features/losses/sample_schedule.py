@@ -31,6 +31,7 @@ from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
 from megatron_epp.mcore.model.replayed_routes import routed_layers, routing_of
+from megatron_epp.mcore.start.sliced_start import new_run
 from megatron_epp.plan import EppError
 from megatron_epp.plan.spans import refuse_forced_cuts
 from megatron_epp.runtime.attention.context_parallel import of_group
@@ -229,7 +230,7 @@ class SampleSchedule:
             adopt_built(model, args)
         for adopt in targets(Asked(args), "built"):
             adopt([*map(language_model_of, models)], args)
-        run = SlicedRun(args)
+        run = new_run(args)
         run.loss, run.own_inputs = self.loss, self._own_inputs
         config, inside = get_model_config(models[0]), [language_model_of(model) for model in models]
         own = max(map(axes_of, inside)), [layer for model in inside for layer in routed_layers(model.decoder)]

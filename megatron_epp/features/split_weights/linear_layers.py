@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_epp.cost.output_layer import AUTO
-from megatron_epp.features import RunFeature
-from megatron_epp.features.split_weights.deferred_gradients import Linear, WeightGradients, handlers
+from megatron_epp.features.split_weights.deferred_gradients import Linear, WeightGradients
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.mcore.arguments.table import names_of
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.model.block_loss import weight_gradient
 from megatron_epp.mcore.model.replaced import HOOKS, mark, put
 from megatron_epp.mcore.model.stage import timed
@@ -105,9 +106,9 @@ class SplitWeights(RunFeature):
             stage.weights.timed = functools.partial(_timed, stage.config)
 
     def running(
-        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any
+        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any, handlers: Mapping[Op, Handler]
     ) -> AbstractContextManager[Mapping[Op, Handler]]:
-        return nullcontext(handlers(plan, self._stages))
+        return nullcontext(weight_handlers(plan, self._stages))
 
 
 def _timed(config: Any) -> AbstractContextManager[None]:

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_epp.cost import OptimizerBytes
-from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
+from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, OptimizerBytes, Parameters
 from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.block_loss import block_tokens_of

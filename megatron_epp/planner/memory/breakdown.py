@@ -22,6 +22,7 @@ from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.memory.kv_offload_choice import without_caches
 from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_items, by_item, moments
 from megatron_epp.planner.tables import static_items
+from megatron_epp.port.packed import PackedPlans
 
 
 def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
@@ -54,6 +55,10 @@ def peak_items(plan: Plan, costs: Costs) -> dict[str, int]:
     """Return the bytes by item of the fullest rank of a plan, at its peak. The plan was made with `costs`."""
     peaks = plan.predicted.peak_bytes
     return memory_breakdown(plan, costs).peak(peaks.index(max(peaks))).items
+
+
+def with_peak_items(plans: PackedPlans, costs: Costs) -> PackedPlans:
+    return tuple(packed._replace(peak_items=peak_items(packed.plan(), costs)) for packed in plans)
 
 
 def _added(step: AnyStep) -> tuple[Items, Items]:

@@ -10,14 +10,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.features.split_weights.deferred_gradients import Linear, WeightGradients, handlers
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.split_weights.deferred_gradients import Linear, WeightGradients
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.plan import Segment
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import ActivationOffload
-from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.dense_attention import dense_attention
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
@@ -198,10 +199,11 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False, host=None)
     }
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
     host = host or HostMemory(torch.device("cpu"), 1 << 30)
-    with SavedTensors(parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved:
-        offload = ActivationOffload(saved, host) if any(plan.copies) else None
-        Executor(plan, rank, stages, links, offload=offload, host=host, handlers=handlers(plan, stages)).run()
-    kv_offload = [stage.kv_cache.offloaded for stage in stages.values() if stage.kv_cache.offloaded is not None]
-    left = saved.live_bytes + sum(stage.kv_cache.num_bytes for stage in stages.values()) + sum(x.host_bytes for x in kv_offload)
-    bytes_of = left, saved.peak_bytes, (offload.host_peak_bytes if offload else 0) + sum(x.host_peak_bytes for x in kv_offload)
+    with (
+        ActivationOffload(host, parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved,
+        offload_handlers(plan, rank, stages, host, saved) as handlers,
+    ):
+        Executor(plan, rank, stages, links, handlers=weight_handlers(plan, stages) | handlers).run()
+    left = saved.live_bytes + sum(stage.kv_cache.num_bytes for stage in stages.values()) + host.held_bytes
+    bytes_of = left, saved.peak_bytes, host.held_peak_bytes
     return {s: StageResult(stage.arrays(), stage.loss, stage.calls, *bytes_of) for s, stage in stages.items()}

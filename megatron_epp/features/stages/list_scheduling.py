@@ -9,9 +9,9 @@ from itertools import accumulate
 
 import numpy as np
 
+from megatron_epp.features.stages import ready
 from megatron_epp.plan import Chunk, PlanError
 from megatron_epp.plan.problem import Problem
-from megatron_epp.planner.kernels import ready
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, WEIGHT, CodedOrder, Codes
 from megatron_epp.planner.kernels.compiled import float_zeros, floats, integer_zeros, integers, numbers
 from megatron_epp.planner.order import Order, descending, slice_groups
