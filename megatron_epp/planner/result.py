@@ -9,10 +9,10 @@ from itertools import product
 from operator import attrgetter
 from pkgutil import resolve_name
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
-from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.plan.proof.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segments_expand
-from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan, is_unlimited, simulate
+from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan, is_unlimited
 from megatron_epp.plan.errors import Names, as_setting
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.units import format_bytes
 
 LEAST_SHARE = 0.05

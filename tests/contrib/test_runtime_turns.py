@@ -12,12 +12,13 @@ import torch.distributed as dist
 from megatron_epp.contrib.overlap import turns
 from megatron_epp.contrib.overlap.joined import Passing, joined_us
 from megatron_epp.contrib.overlap.turns import Collective, StepsOfTwo, exchanges_of, run_together
-from megatron_epp.cost import LinearTime
 from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.features.slow_stages.stage_watch import ITERATIONS, SlowStages
 from megatron_epp.features.split_weights.deferred_gradients import handlers
-from megatron_epp.plan import Action, Op, PlanError, Step, check
+from megatron_epp.plan import Action, Op, PlanError, Step
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
-from megatron_epp.plan import Action, Op, Step, to_grid
+from megatron_epp.plan import Action, Op, Step
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError

@@ -5,7 +5,7 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from megatron_epp.plan import to_grid
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.runtime import failures
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.failures import FailureBoard

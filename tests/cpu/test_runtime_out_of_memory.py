@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_epp.mcore.arguments.table import TRAINING, names_in_loop
-from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, simulate
+from megatron_epp.plan import Action, EppError, Op, Plan, PlanError
 from megatron_epp.plan.errors import Remedy
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.runtime.executor import Executor, OutOfMemoryRunError
 from megatron_epp.runtime.out_of_memory import LEAST_SHARE, HostMemoryError, OutOfMemoryReport, Usage, lower_cap
 from megatron_epp.runtime.upload import Uploader

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.plan import InfeasibleError, PlanError, check, digest
+from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.serialize import digest
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.tools.formulas import H100, ModelShape, analytic_costs
 from tests.support import ROOT

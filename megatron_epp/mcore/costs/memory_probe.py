@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.cost import LinearTime, ModeCosts, StageCosts
-from megatron_epp.cost.blocks import ATTENTION, HANDOVER, HEAD, INPUT, LAYER, MLP, PREDICTION, BlockCosts
+from megatron_epp.cost.blocks import ATTENTION, HANDOVER, HEAD, INPUT, LAYER, MLP, PREDICTION, BlockCosts, StageCosts
+from megatron_epp.cost.work import LinearTime, ModeCosts
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.core_attention import relay_of
 from megatron_epp.mcore.model.stage import MegatronStage

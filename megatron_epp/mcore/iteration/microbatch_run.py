@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_static
 from megatron_epp.features import targets
 from megatron_epp.mcore.arguments.flag import GIVEN

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost import balance as spread
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import loggers

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost import Costs, PipelineCosts
+from megatron_epp.cost.model import Costs, PipelineCosts
 from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Plan
