@@ -33,7 +33,7 @@ from megatron_epp.runtime.lowered import executor_of
 from scripts.bench.frame import RUNS, Bench
 from tests.support.gpu_stage import DEVICE, GpuStage, relative_difference, run
 from tests.support.runtime.kernel_proofs import prove
-from tests.support.runtime.runtime_plans import by_hand, offloading_kv
+from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
 
 GOALS = {"fp32": 1e-4, "bf16": 1.5, "copies": 1e-5, "peak": 0.05}
 """Most relative difference of gradients in fp32; most times as far from fp32 as whole sequences in bf16 are; most difference
