@@ -81,6 +81,9 @@ class Feature:
         adopt: from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it.
         head: from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made.
         orders: from a problem to the orders that a search tries (`planner.settings.Orders`).
+        candidates: candidates (`planner.candidates`) with copies, if a recipe has some.
+        search: walks on behind a search, from its candidates, its best and the fastest free of caps.
+        fit: from an order, the same with whole backwards, tables and a problem to copies under the caps, or None.
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
     """
 
@@ -92,6 +95,9 @@ class Feature:
     head: str = ""
     run: str = ""
     orders: str = ""
+    candidates: str = ""
+    search: str = ""
+    fit: str = ""
 
 
 def _joins(args: Namespace) -> bool:
@@ -141,6 +147,14 @@ FEATURES = (
         planned=lambda problem, options: not problem.has_one_stage_per_rank,
         orders=f"{_HERE}stages.stage_orders:orders_of",
     ),
+    Feature(
+        "copies to the host",
+        "1.03 to 1.11 times as fast on paper, with recompute modes: python -m scripts.bench.memory --every 4",
+        planned=lambda problem, options: options.offload,
+        candidates=f"{_HERE}copies.copied:copied",
+        search=f"{_HERE}copies.copied:with_copies",
+        fit=f"{_HERE}copies.fit_copies:copied_to_fit",
+    ),
 )
 """All features, in the order in which every rank asks them."""
 
@@ -152,8 +166,8 @@ def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
             yield resolve_name(target)
 
 
-def planned(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a kind (`orders`) of the features that a planner is asked for."""
+def plan_targets(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a kind (`orders`, `candidates`, `search`, `fit`) of the features that a planner is asked for."""
     for feature in FEATURES:
         if (target := getattr(feature, kind)) and feature.planned(problem, options):
             yield resolve_name(target)
