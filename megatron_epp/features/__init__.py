@@ -143,7 +143,7 @@ FEATURES = (
     ),
     Feature(
         "several stages per rank",
-        "GAIN",
+        "1.307 -> 1.298 s: megatron-epp plan for the first batch of docs/comparison.md, --layout 8,8,8,8 and auto",
         planned=lambda problem, options: not problem.has_one_stage_per_rank,
         orders=f"{_HERE}stages.stage_orders:orders_of",
     ),
