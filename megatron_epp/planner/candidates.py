@@ -85,7 +85,7 @@ class Candidates:
         self.splits = replicas.splits_weight and not replicas.is_lockstep
         self.is_single = self.problem.has_one_stage_per_rank
         self.chunk_tables: ChunkTables = ChunkTables(replicas, chunks) if free is None else free.chunk_tables
-        self.orders = settings.orders_of(self.problem, self.options) if free is None else free.orders
+        self.orders: settings.Orders = settings.orders_of(self.problem, self.options) if free is None else free.orders
         self.values = settings.values_of(self.problem, self.options, self.orders, self.chunk_tables.cuts, self.splits)
         self.by_recipe: dict[Recipe, Candidate] = {}
         self.came_from: dict[Recipe, tuple[Recipe | None, str]] = {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem
@@ -74,6 +75,15 @@ class PlanningProcess:
             self._worker.close()
 
 
+class BatchPlanner(Protocol):
+    """Plans the batches of a run, one after the other."""
+
+    def plan(self, problem: Problem, *, is_run: bool = True) -> PackedPlans: ...
+
+    def of_next(self) -> Callable[[Problem], PackedPlans]:
+        """Return what plans the next training batch without waiting for what training is to tell first."""
+
+
 @dataclass(slots=True)
 class BackgroundPlanner:
     """Plans the batches of one run for a group of its replicas.
@@ -103,3 +113,6 @@ class BackgroundPlanner:
         if tells_peak:
             plans = self.process.call("megatron_epp.planner.memory.breakdown:with_peak_items", plans, self.costs)
         return plans
+
+    def of_next(self) -> Callable[[Problem], PackedPlans]:
+        return self.plan

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segments_expand
-from megatron_epp.plan import Action, EppError, Op, Plan, is_unlimited, simulate
+from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan, is_unlimited, simulate
 from megatron_epp.plan.errors import Names, as_setting
 from megatron_epp.plan.units import format_bytes
 
@@ -152,3 +152,11 @@ def _found(usage: Usage | None, wanted_bytes: int, name: str) -> str:
 
 def _cap(cap_bytes: int) -> str:
     return "no cap" if is_unlimited(cap_bytes) else f"a cap of {format_bytes(cap_bytes)}"
+
+
+def possible_on_device(error: EppError) -> EppError:
+    """Return the error without the advice to raise the cap if that would be above the memory of this rank's device."""
+    if not isinstance(error, InfeasibleError) or not torch.cuda.is_initialized():
+        return error
+    total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return error.without_remedies("cap_bytes") if error.least_cap_bytes > total_bytes else error

@@ -14,7 +14,8 @@ from megatron_epp.contrib.overlap.joined import Passing, joined_us
 from megatron_epp.contrib.overlap.turns import Collective, StepsOfTwo, exchanges_of, run_together
 from megatron_epp.cost import LinearTime
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.slowness import ITERATIONS, SlowStages
+from megatron_epp.features.slow_stages.stage_watch import ITERATIONS, SlowStages
+from megatron_epp.features.split_weights.deferred_gradients import handlers
 from megatron_epp.plan import Action, Op, PlanError, Step, check
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -22,12 +23,12 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.other_planners import plan_of_decisions
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor, RunError
+from megatron_epp.runtime.executor import HANDLERS, Executor, RunError
 from megatron_epp.tools.formulas import H100, analytic_profile, on_device
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders.unit import TOKENS, Unit
 from tests.support.runtime.dense_attention import relative_difference
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, whole_run
+from tests.support.runtime.plain_stage import NotedGradients, PlainStage, batch_of, build_part, whole_run
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.runtime_plans import by_hand
 
@@ -112,16 +113,17 @@ class PausingStage(PlainStage):
         self.calls.append(f"F{context.chunk} ends")
         return output
 
-    def backward(self, context, output, grad, keep_weights):
-        super().backward(context, output, grad, keep_weights)
+    def backward(self, context, output, grad):
+        super().backward(context, output, grad)
         turns.hand_over()
         self.calls.append(f"B{context.chunk} ends")
 
 
 def executor_of(plan, exchanges, kind=PausingStage):
     stage = kind(build_part(plan.num_layers, 0), batch_of(plan))
-    steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges))
-    return Executor(plan, 0, {0: stage}, handlers=steps.handlers() if exchanges else {}), stage, steps
+    own = handlers(plan, {0: stage})
+    steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges), {**HANDLERS, **own})
+    return Executor(plan, 0, {0: stage}, handlers=own | (steps.handlers() if exchanges else {})), stage, steps
 
 
 def run(plan, exchanges, kind=PausingStage):
@@ -217,17 +219,20 @@ def test_gradients_are_those_of_whole_sequences(pairs):
 def test_a_weight_gradient_hands_over_between_two_layers():
     calls = []
 
+    class CountingGradients(NotedGradients):
+        def run(self, chunk):
+            calls.append(f"W{chunk} with {len(self._deferred[chunk])} layers")
+            super().run(chunk)
+            calls.append(f"W{chunk} ends")
+
     class CountingStage(PlainStage):
+        gradients_kind = CountingGradients
+
         def forward(self, context, hidden):
             for number in range(3):
                 calls.append(f"F{context.chunk}.{number}")
                 turns.hand_over()
             return super().forward(context, hidden)
-
-        def weight(self, chunk):
-            calls.append(f"W{chunk} with {len(self.weights._deferred[chunk])} layers")
-            super().weight(chunk)
-            calls.append(f"W{chunk} ends")
 
     run(with_steps(("0W0", "0F2")), no_exchange, CountingStage)
     begin = next(at for at, call in enumerate(calls) if call.startswith("W0 with"))
@@ -237,7 +242,7 @@ def test_a_weight_gradient_hands_over_between_two_layers():
 
 def test_a_failing_action_of_a_step_is_named_like_any_other():
     class FaultyStage(PausingStage):
-        def backward(self, context, output, grad, keep_weights):
+        def backward(self, context, output, grad):
             raise ValueError("no such word")
 
     with pytest.raises(RunError, match="step 1, action 0F1 failed: ValueError: no such word"):

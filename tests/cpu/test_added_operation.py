@@ -201,7 +201,7 @@ def with_placement(placement):
 def test_a_runtime_without_its_handler_refuses_the_plan(plan):
     from megatron_epp.runtime.executor import Executor, RunError
 
-    with pytest.raises(RunError, match="no handler for the plan's K, SPREAD_K, SUM_K actions"):
+    with pytest.raises(RunError, match="this run has no handler for the plan's K, SPREAD_K, SUM_K actions"):
         Executor(plan, 0, {0: None}, links=object())
 
 

@@ -44,9 +44,9 @@ def with_groups(plan):
     return replace(plan, extensions=(groups,))
 
 
-def with_recompute_actions(plan):
+def with_action(plan, op, at):
     row = plan.ranks[0]
-    return replace(plan, ranks=((*row[:3], Step(Action(Op.R, 0, 1), 0.0, 0, 0), *row[3:]),))
+    return replace(plan, ranks=((*row[:at], Step(Action(op, 0, 1), 0.0, 0, 0), *row[at:]),))
 
 
 ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"
@@ -59,10 +59,11 @@ ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"
         (one_rank(), {1: None}, ELSEWHERE),
         (one_rank(), {0: None, 1: None}, ELSEWHERE),
         (two_ranks(), {0: None}, "over 2 ranks needs links"),
-        (offloading_kv(one_rank()), {0: None}, "add offload"),
+        (offloading_kv(one_rank()), stages_of(one_rank()), "add offload"),
         (offloading(one_rank(), 0.5), {0: None}, "add offload"),
         (with_groups(one_rank()), {0: None}, "lacks what the plan needs: groups of context-parallel ranks: it shares"),
-        (with_recompute_actions(one_rank()), {0: None}, "no handler for the plan's R actions"),
+        (with_action(one_rank(), Op.R, 3), {0: None}, "no handler for the plan's R actions$"),
+        (with_action(one_rank(), Op.W, 6), {0: None}, "no handler for the plan's W actions; add split_weight"),
     ],
 )
 def test_what_the_plan_needs_and_the_rank_lacks_is_refused(plan, stages, said):
@@ -134,10 +135,10 @@ class CountingStage(PlainStage):
         self._tensors += [(context.chunk, weakref.ref(x)) for x in (hidden, output) if x is not None]
         return output
 
-    def backward(self, context, output, grad, keep_weights):
+    def backward(self, context, output, grad):
         self._note(f"B{context.chunk}")
         self._tensors.append((context.chunk, weakref.ref(output)))
-        super().backward(context, output, grad, keep_weights)
+        super().backward(context, output, grad)
 
     def _note(self, action):
         self.alive[action] = {chunk for chunk, tensor in self._tensors if tensor() is not None}
@@ -192,10 +193,8 @@ class UntrainedStage(CountingStage):
         assert not torch.is_grad_enabled()
         return super().forward(context, hidden)
 
-    def backward(self, context, output, grad, keep_weights):
+    def backward(self, context, output, grad):
         raise AssertionError("nothing here trains")
-
-    weight = backward
 
 
 def test_stages_before_the_first_that_trains_keep_nothing_and_pass_their_backwards_on():

@@ -26,9 +26,9 @@ class FaultyStage(PlainStage):
         self._maybe(f"F{context.chunk}")
         return super().forward(context, hidden)
 
-    def backward(self, context, output, grad, keep_weights):
+    def backward(self, context, output, grad):
         self._maybe(f"B{context.chunk}")
-        super().backward(context, output, grad, keep_weights)
+        super().backward(context, output, grad)
 
     def _maybe(self, action):
         if action == self.action:

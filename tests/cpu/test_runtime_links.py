@@ -274,7 +274,7 @@ def test_a_stage_counts_values_of_another_chunk_and_of_the_other_kind():
     assert int(stage.wrong) == 0
     stage.forward(context, torch.full((3, 2), 4.0, requires_grad=True))
     assert int(stage.wrong) == 6
-    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.0), keep_weights=False)
+    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.0))
     assert int(stage.wrong) == 12
 
 
@@ -295,7 +295,7 @@ def test_a_stage_sums_a_tensor_after_every_action_and_in_the_reduction(monkeypat
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     stage, context = EchoStage(0, 2, torch.device("cpu"), "tensor parallel"), ChunkContext(5, TABLE, SlicedKVCache())
     stage.forward(context, torch.full((3, 2), 5.0, requires_grad=True))
-    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.5), keep_weights=False)
+    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.5))
     assert (sums, int(stage.wrong)) == (["tensor parallel"] * 2, 0)
     stage.reduce_gradients()
     assert len(sums) == 3

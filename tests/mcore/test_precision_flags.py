@@ -16,11 +16,11 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_epp.cost.casts import RECIPES
+from megatron_epp.features.split_weights.linear_layers import _tensors_of
 from megatron_epp.mcore.arguments.fp8 import problems, row_multiple
 from megatron_epp.mcore.arguments.layout import token_multiple, token_shards
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts
-from megatron_epp.mcore.model.weight_gradients import _tensors_of
 from megatron_epp.mcore.patches import environment, patching
 from megatron_epp.plan import EppError
 

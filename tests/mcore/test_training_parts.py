@@ -13,12 +13,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_epp import run as way_in
 from megatron_epp.callers import verl
+from megatron_epp.features.learnt_costs.learn_costs import CostLearning
+from megatron_epp.features.slow_stages.stage_watch import StageWatch
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.costs import memory_probe
 from megatron_epp.mcore.costs.megatron_facts import kernel_of, run_facts
-from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration import wrap
-from megatron_epp.mcore.iteration.learn_costs import CostLearning
 from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.mcore.model import layer_recompute, losses, stage
 from megatron_epp.mcore.model.core_attention import ChunkParams
@@ -56,18 +56,18 @@ def test_reports_read_times_on_their_ranks_device(audit):
 
 def test_stages_are_watched_on_their_ranks_device(audit):
     plan, watch = two_ranks(), StageWatch(0, None)
-    watch.after(plan, run(audit, plan, 0))
+    watch.after(plan, run(audit, plan, 0), dict)
     watch.complete()
     assert "elapsed_time" in audit.seen["epp-stage-watch"]
     assert audit.faults == []
 
 
 def test_costs_are_learnt_on_their_ranks_device(audit):
-    plan, learning = two_ranks(), CostLearning(lambda *_: None)
+    plan, learning = two_ranks(), CostLearning(SimpleNamespace(links=SimpleNamespace(ranks=[0])))
     while not learning.is_recording:
-        learning.after(plan, run(audit, plan, 0))
+        learning.after(plan, run(audit, plan, 0), dict)
         learning._added.result()
-    learning.after(plan, run(audit, plan, 0))
+    learning.after(plan, run(audit, plan, 0), dict)
     learning._added.result()
     assert "elapsed_time" in audit.seen["epp-cost-learning"]
     assert audit.faults == []

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, StageCosts
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.learning import fitted_costs
-from megatron_epp.cost.timed import Learnt, Timed
 from megatron_epp.cost.work import ChunkWork, TimeColumn, work_of
+from megatron_epp.features.learnt_costs.learner import fitted_costs
+from megatron_epp.features.learnt_costs.timed import Learnt, Timed
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Plan, Recompute, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.plan.problem import Options, Problem

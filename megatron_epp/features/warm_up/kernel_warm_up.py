@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_epp.features import RunFeature
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.model.core_attention import relay_of
 from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.kv_offload import head_parts

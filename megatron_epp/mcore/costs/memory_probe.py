@@ -1,4 +1,4 @@
-"""Bytes that a chunk takes on a rank's own stage and the share that can be offloaded, by counting what autograd keeps of it."""
+"""Bytes that a chunk takes on a rank's own stage, by counting what autograd keeps of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_wei
 from megatron_epp.mcore.model.core_attention import relay_of
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
-from megatron_epp.plan.recompute import FULL, MODES
+from megatron_epp.plan.recompute import FULL
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, size_class
 from megatron_epp.runtime.attention.segments import SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
@@ -444,7 +444,7 @@ def _of_slices(
         backward(stage, *runs.pop(), keep_weights)
         gradient_bytes, most = kv_cache.cache_bytes - cache_bytes, max(left_bytes[1:], default=0)
         if keep_weights:
-            stage.weight(0)
+            stage.weights.run(0)
         backward(stage, *runs.pop())
     of_layer = max(1, sum(map(sum, _caches(stage).values()))) * 2 * tokens
     cache = cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens)
@@ -456,22 +456,6 @@ def message_bytes(stage: MegatronStage) -> float:
     """Return the bytes per token of a message, which is the input of a layer."""
     shape, dtype, _ = stage.message(_TOKENS * stage.token_multiple)
     return math.prod(shape) * dtype.itemsize / (_TOKENS * stage.token_multiple)
-
-
-def measure_offloadable_share(stage: MegatronStage) -> float:
-    """Share of the bytes a chunk keeps whose storage nothing else holds (0 to 1): the smallest over all recompute modes."""
-    if not stage.has_gradient:
-        return 1.0  # it keeps nothing
-    shares = []
-    for recompute in (NO_RECOMPUTE, *(Recompute(**{name: stage.num_layers}) for name in MODES)):
-        with SavedTensors(stage.parameters) as saved:
-            with saved.of((0, 0)):
-                _, output, _ = forward(stage, bytes_chunk(stage), recompute=recompute)
-            storages = saved.pop((0, 0))
-            movable = sum(storage.num_bytes for storage in storages if storage.is_ours)
-            shares.append(movable / max(1, sum(storage.num_bytes for storage in storages)))
-            del output
-    return min(shares)
 
 
 def run_other_size(stage: MegatronStage) -> None:

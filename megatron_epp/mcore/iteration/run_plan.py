@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_epp.mcore.iteration.reduction import Reduction, gather_parameters
 from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.plan import Op, Plan
 from megatron_epp.runtime.context import Program
-from megatron_epp.runtime.executor import Executor, Handler
+from megatron_epp.runtime.executor import HANDLERS, Executor, Handler
 from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 
 BeginStage = Callable[[Any, Callable[[], None], Callable[[], None]], None]
@@ -43,9 +43,9 @@ def run_plan(
     with reduction, report.tracker.context, torch.set_grad_enabled(not plan.forward_only), ExitStack() as around:
         if not plan.forward_only:
             gather_parameters(get_model_config(models[0]), models)
-        handlers = dict[Op, Handler]()
+        handlers: Mapping[Op, Handler] = HANDLERS
         for feature in run.features:
-            handlers |= around.enter_context(feature.running(plan, inputs, reduction))
+            handlers = {**handlers, **around.enter_context(feature.running(plan, inputs, reduction, handlers))}
         for index, stage in enumerate(run.stages.values()):
             begin(stage, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
         Executor(
@@ -55,9 +55,7 @@ def run_plan(
             run.links,
             recorder=report.recorder,
             watchdog=run.watchdog,
-            offload=report.tracker.offload,
             out_of_memory=out_of_memory,
-            host=run.host,
             handlers=handlers,
             program=program,
         ).run()

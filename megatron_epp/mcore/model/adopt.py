@@ -20,7 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron_epp.features import Asked, targets
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
-from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse, splits_weights
+from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
@@ -28,7 +28,6 @@ from megatron_epp.mcore.model import half_layers, model_chunks
 from megatron_epp.mcore.model.core_attention import RelayAttention, relay_of
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.language_model import language_model_of
-from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.placement import Placement
@@ -132,8 +131,6 @@ def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
         adopt(model, args, vp_stage)
     if args.epp_placement == "v" and not shards_vocabulary(args):
         model_chunks.tie(model, args)
-    if splits_weights(args):
-        split_weight_gradients(model)
     model.has_relay = True
 
 

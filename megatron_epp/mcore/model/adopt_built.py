@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_epp.losses import Average
-from megatron_epp.mcore.arguments.refusals import RULES, splits_weights
+from megatron_epp.mcore.arguments.refusals import RULES
 from megatron_epp.mcore.arguments.rule import Door, problems_of
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions
@@ -26,7 +26,6 @@ from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.mcore.model.kinds.experts import router_problems
 from megatron_epp.mcore.model.language_model import language_model_of, outputs_of
 from megatron_epp.mcore.model.replaced import HOOKS, assigned, put
-from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.mcore.patches.stock_functions import is_installed
 
 _ATTENTION = "core_attention"
@@ -73,8 +72,6 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
     number_attentions(bare)
     for kind in KINDS:
         kind.adopt(bare, args)
-    if splits_weights(args):
-        split_where_possible(bare)
     bare.has_relay = True
 
 

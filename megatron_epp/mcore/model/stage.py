@@ -26,10 +26,9 @@ from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summ
 from megatron_epp.mcore.model.replaced import mark, marked, problems
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.mcore.patches.routers import chunk_of, need_routing
-from megatron_epp.plan import EppError, Remedy
+from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
 if TYPE_CHECKING:
@@ -149,7 +148,8 @@ class MegatronStage:
         self.kv_cache = SlicedKVCache(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
-        self.weights: WeightGradients | None = getattr(self.language_model, "weight_gradients", None)
+        self.weights: Any = getattr(self.language_model, "weight_gradients", None)
+        """Weight gradients that backwards leave to other actions (`features.split_weights`); None if they are not split."""
         self._inputs: Callable[[int], ChunkInputs] | None = None
         self.before_last_gradient: Callable[[], None] = lambda: None
         self.reduce_gradients: Callable[[], None] = lambda: None
@@ -282,13 +282,11 @@ class MegatronStage:
         scale = self.config.grad_scale_func
         return output if scale is None else scale(output), None
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Run a chunk's backward, given ``[tokens / shards, 1, hidden]``. Raises `EppError` to keep unsplit weights."""
-        if keep_weights and self.weights is None:
-            raise EppError("the plan splits weight gradients and the model does not", Remedy("add", "split_weight"))
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
+        """Run a chunk's backward, given ``[tokens / shards, 1, hidden]``."""
         if grad is None:
             output, grad = self.start_of_backward(context, output)
-        weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights)
+        weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk)
         with timed(self.config.timers, "backward-compute"), weights:
             # `release_output` has dropped its storage, and torch compares the shapes of output and gradient; Megatron's
             # function calls the engine without that.
@@ -296,11 +294,6 @@ class MegatronStage:
                 custom_backward(output, grad)
             else:
                 torch.autograd.backward(output, grad)
-
-    def weight(self, chunk: int) -> None:
-        assert self.weights is not None  # it kept them
-        with timed(self.config.timers, "backward-compute"):
-            self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)

@@ -154,7 +154,7 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
     """Build iterators over documents instead of Megatron's datasets if --epp is given."""
     if document_args() is None:  # without it not even the imports may matter
         return original(provider, *rest, **named)
-    from megatron_epp.mcore.iteration.document_schedule import provide_documents
+    from megatron_epp.mcore.start.sliced_start import provide_documents
 
     stock_functions.require_stock({stock_functions.PROVIDER: provider})
     chunk = getattr(provider, "keywords", {}).get("vp_stage")  # Megatron asks once for each of a rank's model chunks
@@ -175,7 +175,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
         return
     args.epp_open_placements = []
     _settle_choices(args)
-    from megatron_epp.mcore.iteration.sliced_run import prepare
+    from megatron_epp.mcore.start.sliced_start import prepare
 
     prepare(args)
     context = args.seq_length

@@ -116,7 +116,7 @@ class EchoStage:
             self._inputs[context.chunk] = hidden
         return self._message(context, 0.0)
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
             self._compare(grad, context.chunk + _GRADIENT)
         if (hidden := self._inputs.pop(context.chunk, None)) is not None:
@@ -142,7 +142,6 @@ class EchoStage:
     has_gradient = True
 
     # There are no weights, and the next stage may be on this rank and share the storage of an output.
-    def weight(self, chunk: int) -> None: ...
     def before_last_gradient(self) -> None: ...
     def release_output(self, output: Tensor) -> None: ...
 

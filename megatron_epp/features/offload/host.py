@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_epp.features.offload.copy_streams import CopyStreams, Mark
 from megatron_epp.plan.errors import Remedy
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
 from megatron_epp.plan.units import format_bytes, format_gib
-from megatron_epp.runtime.offload.copy_streams import CopyStreams, Mark
 from megatron_epp.runtime.out_of_memory import HostMemoryError
 
 _PAGE_BYTES = 32 << 20

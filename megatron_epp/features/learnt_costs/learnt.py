@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost import PipelineCosts, StageCosts
+from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
 from megatron_epp.mcore.costs.megatron_facts import facts
 from megatron_epp.mcore.costs.sources import gathered
@@ -29,6 +31,10 @@ from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)
+
+_TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
+_TIMES_OF_SHARDS = ("logits", "gradient", "spread", "gather")
+"""Fields with times; recompute modes have theirs besides."""
 
 
 def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module], links: Links) -> dict[str, Any]:
@@ -89,3 +95,21 @@ def _device() -> str:
     if torch.cuda.is_initialized():
         return torch.cuda.get_device_name()
     return f"cpu ({platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+
+
+def with_times(here: PipelineCosts, earlier: PipelineCosts) -> PipelineCosts:
+    """Combine the bytes of `here` with the times of `earlier`."""
+    stages = tuple(map(_stage_with_times, here.stages, earlier.stages))
+    vocabulary = here.vocabulary
+    if vocabulary is not None and earlier.vocabulary is not None:
+        vocabulary = replace(vocabulary, **{name: getattr(earlier.vocabulary, name) for name in _TIMES_OF_SHARDS})
+    times = {name: getattr(earlier, name) for name in _TIMES_OF_LINKS}
+    return replace(here, name=earlier.name, stages=stages, vocabulary=vocabulary, **times)
+
+
+def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:
+    timed = then.layers.recompute
+    modes = {name: replace(mode, again=timed[name].again) for name, mode in now.layers.recompute.items() if name in timed}
+    for name in ("forward", "backward", "weight"):
+        now = now.with_lines(name, *then.lines(name))
+    return replace(now.changed(LAYER, recompute=modes), unlike=now.unlike)

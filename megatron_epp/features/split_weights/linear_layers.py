@@ -11,15 +11,12 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    prepare_input_tensors_for_wgrad_compute,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -29,10 +26,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_epp.cost.output_layer import AUTO
+from megatron_epp.features.split_weights.deferred_gradients import Linear, WeightGradients
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
+from megatron_epp.mcore.arguments.table import names_of
+from megatron_epp.mcore.iteration.run_feature import RunFeature
+from megatron_epp.mcore.model.block_loss import weight_gradient
 from megatron_epp.mcore.model.replaced import HOOKS, mark, put
-from megatron_epp.plan import EppError
-from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
+from megatron_epp.mcore.model.stage import timed
+from megatron_epp.plan import EppError, Op, Plan, Remedy
+from megatron_epp.runtime.executor import Handler
 from megatron_epp.runtime.links.objects import from_each_of_job
+
+if TYPE_CHECKING:
+    from megatron_epp.mcore.iteration.base_run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +47,7 @@ _OF_A_CHUNK = 2
 """Number of leading items of a store entry that belong to a chunk (input, output's gradient); others belong to the layer."""
 
 
-def split_weight_gradients(model: Any) -> None:
+def split_weight_gradients(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     """Split the weight gradients of all linear layers of a model chunk, as Megatron builds it, or raise `EppError`.
 
     An output layer that is given the embedding's weight stays unchanged: its gradient is added to the embedding's.
@@ -51,13 +57,36 @@ def split_weight_gradients(model: Any) -> None:
         raise EppError(f"--epp-split-weight-gradient cannot split {obstacles[0]}, or leave it out")
 
 
+def split_built(models: Sequence[torch.nn.Module], args: argparse.Namespace) -> None:
+    """Split weight gradients of the chunks of a program where layers can delay them, and where ``auto`` finds that all can.
+
+    A collective call. Raises `EppError`, on every rank, if no layer can.
+    """
+    _settle_split(args, models)
+    if not args.epp_split_weight_gradient:
+        return
+    total = 0
+    for number, model in enumerate(models):
+        num_split, obstacles = split_where_possible(model)
+        total += num_split
+        if obstacles:
+            logger.warning(
+                "chunk %d computes weight gradients of %d layers with their backward: %s", number, len(obstacles), obstacles[0]
+            )
+    if not any(from_each_of_job(total)):
+        text, remedy = "no layer of this model can delay its weight gradient", Remedy("drop", "split_weight")
+        raise EppError(text, remedy).with_context(names=names_of(args))
+
+
 def split_where_possible(model: Any) -> tuple[int, list[str]]:
     """Make every linear layer of a model chunk that can delay its weight gradient pass it to the chunk's `weight_gradients`.
 
     Returns the number of these layers, and the others, which compute them in their backward, with the reason and a remedy.
     """
-    model.weight_gradients = gradients = WeightGradients()
     able, obstacles = _linear_layers(model)
+    if hasattr(model, "weight_gradients"):  # an earlier schedule has split them
+        return len(able), obstacles
+    model.weight_gradients = gradients = WeightGradients()
     for module in able:
         if isinstance(module, _OF_MEGATRON):
             # Not `forward`, which also gathers the output or adds it up over tensor-parallel ranks.
@@ -68,7 +97,25 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
     return len(able), obstacles
 
 
-def settle_split(args: argparse.Namespace, models: Sequence[torch.nn.Module]) -> None:
+class SplitWeights(RunFeature):
+    """Weight gradients of a run's stages as actions of their own."""
+
+    def __init__(self, run: Run) -> None:
+        self._stages = run.stages
+        for stage in run.stages.values():
+            stage.weights.timed = functools.partial(_timed, stage.config)
+
+    def running(
+        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any, handlers: Mapping[Op, Handler]
+    ) -> AbstractContextManager[Mapping[Op, Handler]]:
+        return nullcontext(weight_handlers(plan, self._stages))
+
+
+def _timed(config: Any) -> AbstractContextManager[None]:
+    return timed(config.timers, "backward-compute")  # which a training sets late
+
+
+def _settle_split(args: argparse.Namespace, models: Sequence[torch.nn.Module]) -> None:
     """Settle ``auto`` for built models, on all ranks together: plans may split weight gradients if all linear layers can."""
     if args.epp_split_weight_gradient == AUTO:
         why = next(filter(None, from_each_of_job(next(_whole(args, models), ""))), "")
@@ -140,28 +187,6 @@ def _forward(
     )
     output = gradients.linear(x, input, Linear(weight, product))
     return output if bias is None else output + bias
-
-
-def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
-    """Compute a weight's gradient, ``[out, in]``, as Megatron does, from ``[tokens, 1, in]`` and ``[tokens, 1, out]``.
-
-    Args:
-        gather_over: with sequence parallelism the tensor-parallel group, whose ranks each hold a part of the tokens of `x`.
-        accumulate: add it to the weight's `main_grad` with the fused kernel of `--gradient-accumulation-fusion`, and return a
-            placeholder, as elsewhere in Megatron.
-    """
-    if gather_over is not None:  # again, as in Megatron: between forward and W only this rank's part is kept
-        x = gather_from_sequence_parallel_region(x, group=gather_over)
-    grad, x = prepare_input_tensors_for_wgrad_compute(grad, x)
-    if not accumulate:
-        return grad.t().matmul(x)
-    import fused_weight_gradient_mlp_cuda as kernels  # type: ignore[import-not-found,unused-ignore]
-
-    in_fp32 = weight.main_grad.dtype == torch.float32
-    (kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16)(x, grad, weight.main_grad)
-    # The hook of data parallelism then adds no gradient, but for a weight that two layers share, where it adds these zeros.
-    weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight, dtype=x.dtype) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def obstacle(module: Any) -> str:

@@ -7,18 +7,13 @@ from dataclasses import astuple, dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, UNKNOWN_BYTES, BlockCosts, StageCosts
-from megatron_epp.cost.memory import Static
+from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, UNKNOWN_BYTES, StageCosts
+from megatron_epp.cost.kept import RECORDED, WARM_UP
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.output_layer import VocabularyShards
-from megatron_epp.cost.timed import Learnt, Timed, fitted_line, ratio_to, undetermined
 from megatron_epp.cost.work import LinearTime, causal_pairs
+from megatron_epp.features.learnt_costs.timed import Learnt, Timed, fitted_line, ratio_to, undetermined
 from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
-
-WARM_UP = 1
-"""Iterations that are not recorded: kernels are chosen and buffers allocated in them."""
-RECORDED = 3
-"""Iterations whose times costs are fitted to: as many as grains that `LearntPlanner` gives the batches."""
 
 OutputShare = Callable[[int], float]
 """Function from a chunk to the share of its tokens that pass the output layer and the loss."""
@@ -191,23 +186,6 @@ def _shared(stage: StageCosts, name: str, whole: LinearTime) -> tuple[LinearTime
     of_half = [part / (part + rest) if part > 0 else 0.0 for part, rest in zip(astuple(half), astuple(extra), strict=True)]
     first = LinearTime(*(rest * share for rest, share in zip(rests, of_half, strict=True)))
     return own, first, LinearTime(*(rest * (1.0 - share) for rest, share in zip(rests, of_half, strict=True)))
-
-
-def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
-    """Return costs of stages that run microbatches whole: no keys are cached, and layers recompute in full only."""
-
-    def whole(block: BlockCosts) -> BlockCosts:
-        return replace(block, recompute={}, kv=block.kv and replace(block.kv, bytes_per_token=0.0))
-
-    rows = (([*map(whole, stage.blocks)], [*map(whole, stage.unlike)]) for stage in costs.stages)
-    stages = zip(costs.stages, rows, strict=True)
-    return replace(costs, stages=tuple(replace(stage, blocks=(*own,), unlike=(*unlike,)) for stage, (own, unlike) in stages))
-
-
-def with_static(costs: PipelineCosts, static_of: Callable[[int, Static], Static]) -> PipelineCosts:
-    """Change the bytes that stages hold throughout: `static_of` gets the number of a stage, and what it holds so far."""
-    stages = (replace(stage, static=static_of(number, stage.static)) for number, stage in enumerate(costs.stages))
-    return replace(costs, stages=tuple(stages))
 
 
 def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:

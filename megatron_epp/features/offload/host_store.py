@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_epp.features.offload.copy_streams import Mark
+from megatron_epp.features.offload.host import HostMemory, Region
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
+from megatron_epp.runtime.attention.kv_cache import KVStore
 from megatron_epp.runtime.attention.segments import HeadGroup, SliceView, Tensors
-from megatron_epp.runtime.offload.copy_streams import Mark
-from megatron_epp.runtime.offload.host import HostMemory, Region
 
 
 class Use(NamedTuple):
@@ -98,15 +99,12 @@ class _Running:
     arriving: Mark = None  # mark behind which the gradient's buffer can be used
 
 
-class HostStore:
-    """KV caches of the `sequences` of one stage that are offloaded in an iteration. Has the methods of `kv_cache.DeviceStore`.
-
-    `num_bytes` are on the device now, `host_bytes` in host memory, and `host_peak_bytes` the most so far.
-    """
+class HostStore(KVStore):
+    """KV caches of the `sequences` of one stage that are offloaded in an iteration; `num_bytes` are on the device now."""
 
     def __init__(self, host: HostMemory, sequences: Collection[int]) -> None:
+        super().__init__()
         self.sequences = frozenset(sequences)
-        self.num_bytes = self.host_bytes = self.host_peak_bytes = 0
         self._host = host
         self._held: dict[int, _Sequence] = {}
         self._layers: list[int] = []  # in the order of the forward
@@ -115,10 +113,7 @@ class HostStore:
 
     @contextmanager
     def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
-        """Run a forward or backward of a slice in the body, with buffers allocated and prefetching started on entry.
-
-        See `SlicedKVCache.running`; gradients add up in fp32 if `wide`.
-        """
+        """Run a forward or backward of a slice in the body, with buffers allocated and prefetching started on entry."""
         now = self._now = _Running(view, backward, wide, PieceReader(self._uses(view, backward, num_whole), self._load))
         try:
             if view.sequence in self._held:
@@ -184,7 +179,6 @@ class HostStore:
         held = self._held[view.sequence]
         del held.rows[group]
         if not held.rows:
-            self.host_bytes -= held.region.num_bytes
             held.region.give_back(self._host.streams.mark(False))  # behind all loads so far, which may still read it
             del self._held[view.sequence]
 
@@ -236,11 +230,7 @@ class HostStore:
             return streams.mark(out)
 
     def _reserve(self, view: SliceView, buffers: Tensors) -> int:
-        num_bytes = sum(x.nbytes for x in buffers)
-        start = self._held[view.sequence].region.reserve(num_bytes)
-        self.host_bytes += num_bytes
-        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
-        return start
+        return self._held[view.sequence].region.reserve(sum(x.nbytes for x in buffers))
 
     def _empty(self, held: _Sequence, dtypes: Iterable[torch.dtype]) -> Tensors:
         sizes = zip(held.like, dtypes, strict=True)

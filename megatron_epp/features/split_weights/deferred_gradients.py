@@ -9,18 +9,17 @@ function that computes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_epp.plan import EppError
+from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.runtime.autograd.handles import SavedHandle
-
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Function from the kept part of a layer's input and its output's gradient to its weight's gradient."""
+from megatron_epp.runtime.autograd.weight_gradient import Product, gradient_node
+from megatron_epp.runtime.executor import Executor, Handler
 
 
 class Linear(NamedTuple):
@@ -41,6 +40,10 @@ class WeightGradients:
     """Weight gradients of one stage, run by a plan (`in_plan`) or by its program, whose own calls keep edges to weights."""
 
     in_plan = False
+    kept: Container[int] = ()
+    """Chunks whose backwards leave their weight gradients to `run`."""
+    timed: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context that times `run`."""
 
     def __init__(self) -> None:
         self._deferred: dict[int, list[DeferredGradient]] = {}
@@ -57,9 +60,9 @@ class WeightGradients:
             self._chunk = None
 
     @contextmanager
-    def backward_of(self, chunk: int, keep: bool) -> Iterator[None]:
-        """Compute the weight gradients of a chunk, whose backward runs in the body, with it; or `keep` them for `run`."""
-        with self.keeping(chunk) if keep else nullcontext():
+    def backward_of(self, chunk: int) -> Iterator[None]:
+        """Compute the weight gradients of a chunk, whose backward runs in the body, with it, or keep them for `run`."""
+        with self.keeping(chunk) if chunk in self.kept else nullcontext():
             yield
             self.finish()
 
@@ -72,10 +75,11 @@ class WeightGradients:
     def run(self, chunk: int) -> None:
         """Compute the deferred gradients of a chunk, freeing their tensors layer by layer."""
         deferred = self.pop(chunk)
-        while deferred:
-            deferred.pop(0).run()
-            if after_each is not None:
-                after_each()
+        with self.timed():
+            while deferred:
+                deferred.pop(0).run()
+                if after_each is not None:
+                    after_each()
 
     def linear(self, x: Tensor, saved_x: Tensor, layer: Linear) -> Tensor:
         """Return ``x @ weight.t()``, without an edge to the weight.
@@ -104,8 +108,7 @@ class WeightGradients:
             self._due.pop().run()
 
     def take(self, x: Tensor, grad: Tensor, layer: Linear) -> None:
-        with torch.enable_grad():
-            node: Tensor = _Gradient.apply(layer.weight, x, grad, layer.product)
+        node = gradient_node(layer.weight, x, grad, layer.product)
         deferred = DeferredGradient(layer.weight, lambda: torch.autograd.backward(node, torch.zeros_like(node)))
         if self._chunk is None:
             deferred.run()
@@ -113,12 +116,21 @@ class WeightGradients:
             self._deferred[self._chunk].append(deferred)
 
 
-def give_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> None:
-    """Compute a weight's gradient and pass it to the weight through autograd, so that hooks on the weight run."""
-    with torch.enable_grad():
-        nothing = weight.new_empty(0)
-        node: Tensor = _Gradient.apply(weight, nothing, nothing, lambda *_: compute())
-        torch.autograd.backward(node, torch.zeros_like(node))
+def handlers(plan: Plan, stages: Mapping[int, Any]) -> dict[Op, Handler]:
+    """Return what runs a plan's weight gradients on stages with `weights`, whose backwards leave them from now on."""
+    split = [action for row in plan.ranks for step in row for action in step.actions if action.op is Op.W]
+    for number, stage in stages.items():
+        stage.weights.kept = {action.chunk for action in split if action.stage == number}
+    return {Op.W: compute}
+
+
+def compute(run: Executor, action: Action) -> None:
+    """Compute the weight gradients that the backward of a chunk has left."""
+    run.announce_last_gradient(action)
+    with run.recorder.action(action):
+        if run.differentiates(action.stage):
+            stage: Any = run.stages[action.stage]
+            stage.weights.run(action.chunk)
 
 
 class _Linear(torch.autograd.Function):
@@ -139,15 +151,3 @@ class _Linear(torch.autograd.Function):
         # Without its history: some backwards (Megatron's cross entropy) build their result in place of a forward's tensor.
         ctx.gradients.take(saved_x.detach(), grad.detach(), ctx.layer)
         return grad.matmul(ctx.layer.weight), None, None, None
-
-
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor, grad: Tensor, product: Product) -> Tensor:
-        ctx.save_for_backward(x, grad)
-        ctx.product = product
-        return weight.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.product(*ctx.saved_tensors), None, None, None
