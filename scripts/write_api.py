@@ -41,7 +41,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "tools/formulas/library.py": ("megatron_epp.tools.formulas.library.load_costs",),
         "plan/check/__init__.py": ("megatron_epp.plan.check",),
         "plan/simulate.py": ("megatron_epp.plan.simulate",),
-        "plan/serialize.py": ("megatron_epp.plan.save", "megatron_epp.plan.load"),
+        "plan/serialize.py": ("megatron_epp.plan.serialize.save", "megatron_epp.plan.serialize.load"),
     },
 }
 """By section and file: the names with the modules from which they are imported."""

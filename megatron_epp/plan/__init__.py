@@ -5,13 +5,13 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check import Violation, check, report
 from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.chunk import Chunk, Segment
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.errors import EppError, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.grid import from_grid, to_grid
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.plan import UNLIMITED_BYTES, Copy, KVOffload, Messages, Plan, Prediction, Step, is_unlimited
 from megatron_epp.plan.recompute import NO_RECOMPUTE, RECOMPUTE_MODES, Recompute
 from megatron_epp.plan.relations import deps
-from megatron_epp.plan.serialize import digest, from_json, load, save, to_json
 from megatron_epp.plan.simulate import MemoryEvent, Message, Timeline, simulate
 
 __all__ = [
@@ -42,13 +42,9 @@ __all__ = [
     "deps",
     "digest",
     "from_grid",
-    "from_json",
     "is_unlimited",
-    "load",
     "lower",
     "report",
-    "save",
     "simulate",
     "to_grid",
-    "to_json",
 ]

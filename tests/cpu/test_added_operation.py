@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp import planner
-from megatron_epp.plan import Action, Copy, Op, PlanError, check, from_json, lower, simulate, to_grid, to_json
+from megatron_epp.plan import Action, Copy, Op, PlanError, check, lower, simulate, to_grid
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.operations import (
     At,
@@ -22,6 +22,7 @@ from megatron_epp.plan.operations import (
     register,
     unregister,
 )
+from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us

@@ -13,10 +13,10 @@ from megatron_epp.cost.optimizer import TRAINED_SHARE, OptimizerBytes, Parameter
 from megatron_epp.cost.work import trained_tokens
 from megatron_epp.plan import Chunk, PlanError, Segment
 from megatron_epp.plan.check import check
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.serialize import digest
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.estimate import about_us

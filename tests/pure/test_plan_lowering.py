@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp import planner
-from megatron_epp.plan import Action, Op, PlanError, check, check_lockstep, lower, simulate, to_grid, to_json
+from megatron_epp.plan import Action, Op, PlanError, check, check_lockstep, lower, simulate, to_grid
 from megatron_epp.plan.check.deadlock import blocked, check_launches
 from megatron_epp.plan.launches import Launches
+from megatron_epp.plan.serialize import to_json
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile
 from tests.support.plan.queue_machine import stuck, stuck_together

@@ -9,10 +9,11 @@ import pytest
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import NO_TIME
-from megatron_epp.plan import Action, EppError, Op, Plan, Step, check, load, lower, to_grid, to_json
+from megatron_epp.plan import Action, EppError, Op, Plan, Step, check, lower, to_grid
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement, placements_of
+from megatron_epp.plan.serialize import load, to_json
 from megatron_epp.plan.trace import trace
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
