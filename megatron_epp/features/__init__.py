@@ -40,6 +40,9 @@ class Feature:
             open; changes the chunks. A collective call of all ranks.
         head: from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made.
         orders: from a problem to the orders that a search tries (`planner.settings.Orders`).
+        candidates: candidates (`planner.candidates`) with copies, if a recipe has some.
+        search: walks on behind a search, from its candidates, its best and the fastest free of caps.
+        fit: from an order, the same with whole backwards, tables and a problem to copies under the caps, or None.
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
     """
 
@@ -52,6 +55,9 @@ class Feature:
     head: str = ""
     run: str = ""
     orders: str = ""
+    candidates: str = ""
+    search: str = ""
+    fit: str = ""
 
 
 def _joins(args: Namespace) -> bool:
@@ -100,6 +106,10 @@ FEATURES = (
         "longest context of an 8B model on 8 GPUs 512K -> 2,048K: python -m scripts.bench.long --longest",
         wanted=lambda asked: resolve_name("megatron_epp.mcore.training.caps:offloads")(asked.args),
         run=f"{_HERE}offload.rank_offload:RankOffload",
+        planned=lambda problem, options: options.offload,
+        candidates=f"{_HERE}copies.copied:copied",
+        search=f"{_HERE}copies.copied:with_copies",
+        fit=f"{_HERE}copies.fit_copies:copied_to_fit",
     ),
     Feature(
         "steps of two actions",
@@ -133,7 +143,7 @@ FEATURES = (
     ),
     Feature(
         "several stages per rank",
-        "GAIN",
+        "1.307 -> 1.298 s: megatron-epp plan for the first batch of docs/comparison.md, --layout 8,8,8,8 and auto",
         planned=lambda problem, options: not problem.has_one_stage_per_rank,
         orders=f"{_HERE}stages.stage_orders:orders_of",
     ),
@@ -148,8 +158,8 @@ def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
             yield resolve_name(target)
 
 
-def planned(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a kind (`orders`) of the features that a planner is asked for."""
+def plan_targets(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a kind (`orders`, `candidates`, `search`, `fit`) of the features that a planner is asked for."""
     for feature in FEATURES:
         if (target := getattr(feature, kind)) and feature.planned(problem, options):
             yield resolve_name(target)

@@ -11,21 +11,23 @@ from megatron_epp.plan.plan import UNLIMITED_BYTES, Copy, KVOffload, Messages, P
 from megatron_epp.plan.recompute import NO_RECOMPUTE, RECOMPUTE_MODES, Recompute
 
 if TYPE_CHECKING:
+    from megatron_epp.plan.document import digest
     from megatron_epp.plan.grid import from_grid, to_grid
     from megatron_epp.plan.lowering import lower
     from megatron_epp.plan.proof import Violation, check, report
     from megatron_epp.plan.proof.lockstep import check_lockstep
     from megatron_epp.plan.relations import deps
-    from megatron_epp.plan.serialize import digest, from_json, load, save, to_json
+    from megatron_epp.plan.serialize import from_json, load, save, to_json
     from megatron_epp.plan.simulation import MemoryEvent, Message, Timeline, simulate
 
 _LATER = {
+    "document": ("digest",),
     "grid": ("from_grid", "to_grid"),
     "lowering": ("lower",),
     "proof": ("Violation", "check", "report"),
     "proof.lockstep": ("check_lockstep",),
     "relations": ("deps",),
-    "serialize": ("digest", "from_json", "load", "save", "to_json"),
+    "serialize": ("from_json", "load", "save", "to_json"),
     "simulation": ("MemoryEvent", "Message", "Timeline", "simulate"),
 }
 """Names of modules that a training rank does not import."""

@@ -18,7 +18,7 @@ from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.operations import MessageKind, Role, Track, needs_of, operations
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.proof.violation import Violation
+from megatron_epp.plan.violation import Violation
 
 SEND_SLOTS = 2
 """Slots of a direction for messages to send: one is filled while the message before it is on its way."""

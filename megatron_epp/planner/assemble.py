@@ -19,7 +19,7 @@ from megatron_epp.planner.evaluate import action_times, recompute_times
 from megatron_epp.planner.fit import step_bytes
 from megatron_epp.planner.kernels.codes import encode_known, kinds_of
 from megatron_epp.planner.kernels.compiled import numbers
-from megatron_epp.planner.memory.kv_offload_choice import kv_offload_entries
+from megatron_epp.planner.memory.kv_offload_tables import kv_offload_entries
 from megatron_epp.planner.message_room import MessageRoomError
 from megatron_epp.planner.order import Order, joint_losses
 from megatron_epp.planner.orders.vocabulary_order import completed_with_shards

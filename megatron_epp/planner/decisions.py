@@ -12,7 +12,7 @@ from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.recompute import FULL_ONLY
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.fit import Sharing
-from megatron_epp.planner.memory.kv_offload_choice import SHARINGS, Pairs, with_kv_offload
+from megatron_epp.planner.memory.kv_offload_tables import SHARINGS, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.tables import Tables, tabulate

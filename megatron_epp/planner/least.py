@@ -16,14 +16,14 @@ import numpy as np
 
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import joined_work
-from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
+from megatron_epp.plan import Chunk, InfeasibleError, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.simulation import play
-from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
+from megatron_epp.planner.assemble import refuse_without_room, written
 from megatron_epp.planner.chunk_tables import ChunkTables, whole_by_length
 from megatron_epp.planner.chunks.in_runs import Aligned
 from megatron_epp.planner.decisions import Decisions
@@ -60,14 +60,6 @@ def one_order_decides(problem: Problem, options: Options) -> bool:
     return begins_with_greedy(options.planner) and not options.offload and problem.has_one_stage_per_rank
 
 
-def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
-    """Return the first plan found under the caps, with one stage per rank, which need not be a fast one. Raises
-    `InfeasibleError` with the smallest cap that would do if no table fits, and `PlanError` as `plan` does.
-    """
-    proof = proven(problem, costs, options)
-    return build_plan(proof.problem, costs, options, proof.decisions)
-
-
 def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
     """Return False if no table fits, in any order and with any copies. A table that fits is soon found."""
     validate(problem, costs, options)
@@ -85,17 +77,11 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
 
 
 def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:
-    """Return the proof that a batch fits. Raises what `least_plan` raises."""
-    floors = Floors()
-    proof = proof_of(problem, costs, options, floors)
-    if proof is None:
-        raise _refusal(problem, costs, options, floors)
-    return proof
-
-
-def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> MemoryProof | None:
-    """Return the proof that a batch fits, or None; `floors` gets tables that do not, with bytes that they need at least."""
+    """Return the proof that a batch fits, with one stage per rank. Raises `InfeasibleError` with the smallest cap that would do
+    if no table fits, and `PlanError` as `plan` does.
+    """
     validate(problem, costs, options)
+    floors = Floors()
     for floor, table in _needs(problem, costs, options):
         least = floor
         if not floor:
@@ -105,9 +91,8 @@ def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | 
                 least = error.least_cap_bytes
             except MessageRoomError:
                 least = min(problem.cap_bytes) + 1
-        if floors is not None:
-            floors.append((least, table))
-    return None
+        floors.append((least, table))
+    raise _refusal(problem, costs, options, floors)
 
 
 def _refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -> InfeasibleError:

@@ -33,7 +33,7 @@ from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.proof import report
 from megatron_epp.plan.proof.actions import check_presence
 from megatron_epp.plan.proof.plan_tables import check_kv_offload, check_tokens
-from megatron_epp.plan.proof.violation import Violation
+from megatron_epp.plan.violation import Violation
 from megatron_epp.planner.assemble import cannot_run
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps

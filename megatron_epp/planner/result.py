@@ -10,6 +10,7 @@ from operator import attrgetter
 from pkgutil import resolve_name
 
 from megatron_epp.cost.model import Costs
+from megatron_epp.features import plan_targets
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.proof.lockstep import check_lockstep
@@ -22,7 +23,7 @@ from megatron_epp.planner.least import may_fit, one_order_decides, proven
 from megatron_epp.planner.local_search import improve, searches
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.replicas import Replicas, require_equal, split_together
-from megatron_epp.planner.search import descend, search, with_copies
+from megatron_epp.planner.search import descend, search
 from megatron_epp.planner.settings import first_recipe
 from megatron_epp.planner.validation import validate
 
@@ -178,7 +179,8 @@ def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
     for reach, lead in product(values["reach"], values["lead"]):
         free.of(first._replace(reach=reach, lead=lead))
         candidates.of(first._replace(reach=reach, lead=lead))
-    with_copies(candidates, candidates.best(), free.best())
+    for walk_on in plan_targets(candidates.problem, candidates.options, "search"):
+        walk_on(candidates, candidates.best(), free.best())
     return candidates
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_epp.features import planned
+from megatron_epp.features import plan_targets
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.orders.warm_up import ELASTIC_1F1B, CappedWarmUp, OrderRule, WarmUp
@@ -73,16 +73,12 @@ SETTINGS = (
     CUT,
 )
 """In the order in which they are walked along. With the reach before the lead, reaches without a lead won too early: plans of
-several stages per rank were 0.05 % slower on average, by up to 2 %. Copies come last of all (`search.with_copies`).
+several stages per rank were 0.05 % slower on average, by up to 2 %. Copies come last of all (`features.copies`).
 """
 
 COPIES = ("activations", "keys", "both")
 STREAMING = COPIES[1:]
 """Copies to the host: of activations that a cap asks for or the link has time for, of keys and values of slices, or of both."""
-COPIES_GRAINS = (3.0, 6.0, 12.0, 24.0, 48.0, 96.0, 128.0)
-"""Grains that are tried with copies where nothing fits: a candidate that does not fit takes long to tell."""
-COPIES_GRAIN = 6.0
-"""Grain at which a walk with keys and values at the host begins: short slices compute too little to hide the copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +156,7 @@ ONE_STAGE = Orders(REACHES, "need", LEADS, OPENINGS, (GRAIN,), ELASTIC_1F1B, (EL
 
 def orders_of(problem: Problem, options: Options) -> Orders:
     """Return what is tried with one stage per rank, unless a feature has more for the problem's placement."""
-    for orders in planned(problem, options, "orders"):
+    for orders in plan_targets(problem, options, "orders"):
         own: Orders = orders(problem)
         return own
     return ONE_STAGE

@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from megatron_epp.plan import Action, Chunk, Plan, PlanError, Segment
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.serialize import digest
 
 
 class PackedPlan(NamedTuple):

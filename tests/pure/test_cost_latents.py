@@ -22,7 +22,7 @@ from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.chunks.in_runs import Shape, cut_in_runs, falling_times
 from megatron_epp.planner.infeasible import InfeasibleError
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
-from megatron_epp.planner.memory.kv_offload_choice import without_caches
+from megatron_epp.planner.memory.kv_offload_tables import without_caches
 from megatron_epp.tools.formulas import H100, ModelShape, Profile, analytic_profile, on_device
 from megatron_epp.tools.formulas.analytic import profile_for
 from megatron_epp.tools.formulas.library import load_flags, shape_of

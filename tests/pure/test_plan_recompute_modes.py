@@ -69,7 +69,8 @@ ADDED = {  # file, line before which it is added, and what
 USE = """
 import sys
 from megatron_epp.tools.formulas import H100, ModelShape, analytic_costs
-from megatron_epp.plan import check, from_json, to_grid, to_json
+from megatron_epp.plan import check, to_grid
+from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.tools.report.text import peak_table

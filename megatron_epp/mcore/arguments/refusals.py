@@ -14,7 +14,6 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments import ArgumentError, fp8
 from megatron_epp.mcore.arguments.flag import GIVEN, Number
 from megatron_epp.mcore.arguments.layout import (
@@ -36,7 +35,7 @@ from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, shards_voca
 from megatron_epp.mcore.model.kinds import KINDS, layer_problems, of_experts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import Names
-from megatron_epp.plan.flags import flag_of
+from megatron_epp.plan.flags import AUTO, flag_of
 from megatron_epp.plan.planners import PLANNERS, begins_with_greedy
 from megatron_epp.plan.reading import brief
 

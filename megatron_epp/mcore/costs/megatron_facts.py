@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, OptimizerBytes, Parameters
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.block_loss import block_tokens_of
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.port.run_facts import AttentionSizes, CostsFile, RunFacts
 
 Ask = Callable[..., Any]

@@ -27,7 +27,7 @@ from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.port.packed import PackedPlans
 from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner, PlanningProcess
 from megatron_epp.runtime.links.objects import ObjectGroup
-from megatron_epp.runtime.out_of_memory import possible_on_device
+from megatron_epp.runtime.memory_use import possible_on_device
 from megatron_epp.runtime.recorder import Recorder
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from megatron_epp.plan.proof.actions import check_links, check_order, check_pres
 from megatron_epp.plan.proof.deadlock import check_launches, check_own_messages
 from megatron_epp.plan.proof.memory_balance import check_memory
 from megatron_epp.plan.proof.plan_tables import check_extensions, check_kv_offload, check_predicted, check_tables, check_tokens
-from megatron_epp.plan.proof.violation import Violation, report
 from megatron_epp.plan.simulation import Timeline, play, timeline_of
+from megatron_epp.plan.violation import Violation, report
 
 __all__ = ["Examined", "Violation", "check", "examine", "report"]
 

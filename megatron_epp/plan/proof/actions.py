@@ -24,8 +24,8 @@ from megatron_epp.plan.operations import (
     operations,
 )
 from megatron_epp.plan.plan import Copy, Plan
-from megatron_epp.plan.proof.violation import Violation
 from megatron_epp.plan.simulation import Playback
+from megatron_epp.plan.violation import Violation
 
 
 def check_presence(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[Violation]:

@@ -16,7 +16,7 @@ from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.proof.deadlock import check_launches
-from megatron_epp.plan.proof.violation import Violation
+from megatron_epp.plan.violation import Violation
 
 
 def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:

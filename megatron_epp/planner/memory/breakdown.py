@@ -20,7 +20,7 @@ from megatron_epp.plan.operations import Operation, operation, operations
 from megatron_epp.plan.plan import AnyStep, Step
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner.kernels.compiled import Numbers
-from megatron_epp.planner.memory.kv_offload_choice import without_caches
+from megatron_epp.planner.memory.kv_offload_tables import without_caches
 from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_items, by_item, moments
 from megatron_epp.planner.tables import static_items
 from megatron_epp.port.packed import PackedPlans

@@ -20,12 +20,12 @@ from megatron_epp.plan.proof import check, report
 from megatron_epp.plan.proof.actions import check_presence
 from megatron_epp.plan.proof.lockstep import check_lockstep
 from megatron_epp.plan.proof.plan_tables import check_kv_offload, check_tables, check_tokens
-from megatron_epp.plan.proof.violation import Violation
 from megatron_epp.plan.reading import naming_file, read_text
 from megatron_epp.plan.serialize import from_json, load
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.trace import save_trace
 from megatron_epp.plan.units import format_bytes
+from megatron_epp.plan.violation import Violation
 from megatron_epp.plan.writing import write_text
 from megatron_epp.tools.cli.plan import add_width, text_of
 from megatron_epp.tools.cli.terminal import (

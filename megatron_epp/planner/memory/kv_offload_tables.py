@@ -1,25 +1,19 @@
-"""KV offload: its greedy choice, and tables and plan entries where some keys and values are in host memory."""
+"""KV offload: tables and plan entries where some keys and values are in host memory."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, product
 
 import numpy as np
 
 from megatron_epp.cost.kv_costs import KVOffloadCosts
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import BoolColumn, ChunkWork, work_of
-from megatron_epp.plan import Action, Chunk, KVOffload
-from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
+from megatron_epp.plan import Chunk, KVOffload
+from megatron_epp.plan.kv_offload import slices_in
 from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.recompute import MODES
-from megatron_epp.planner.evaluate import Copies
-from megatron_epp.planner.fit import least_peaks, peaks_bytes
-from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.order import Order
 from megatron_epp.planner.passes import StagePasses, passes_of
 from megatron_epp.planner.tables import Tables, work_of_table
 
@@ -62,17 +56,6 @@ def with_kv_offload(
         passes[stage] = known[first_equal, there]
     slower = COPIES_SHARING if sharing > 1 else 1.0
     return replace(tables, passes=tuple(passes), host_us_per_byte=tables.host_us_per_byte * slower)
-
-
-def leaves_link(copies: Copies, tables: Tables, makespan_us: float, sharing: float) -> bool:
-    """Return True if copies of activations take no more than half of the time on each link that `sharing` leaves them.
-
-    Half: they are not spread evenly, and passes that run meanwhile have less of the link than the average.
-    """
-    took_us = dict.fromkeys(tables.host_links, 0.0)
-    for link, row in zip(tables.host_links, copies, strict=True):
-        took_us[link] += sum(time_us for _, time_us, _ in row) / COPIES_SHARING
-    return max(took_us.values()) <= (1 - 1 / sharing) / 2 * makespan_us
 
 
 def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts) -> StagePasses:
@@ -118,54 +101,3 @@ def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, 
         gradient = 0 if problem.forward_only else int(sizes.gradient_bytes[c])
         entries.append(KVOffload(stage, sequence, int(sizes.cache_bytes[c]), gradient))
     return tuple(entries)
-
-
-def choices(
-    order: Order,
-    tables: Tables,
-    chunks: Sequence[Chunk],
-    problem: Problem,
-    costs: Costs,
-    modes: Sequence[str],
-    in_order: bool = False,
-) -> tuple[Pairs, Pairs]:
-    """Choose stages and sequences for KV offload; none where no rank lacks memory or none of its sequences is cut.
-
-    Returns two choices: on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and
-    in addition to these all pairs of every rank that recomputes anything.
-    """
-    sizes = _sizes(tables, chunks, problem)
-    codes = encode(order, len(chunks))
-    none = [[0] * len(chunks) for _ in tables.rank_of]
-    caps, recomputing = problem.cap_bytes, peaks_bytes(codes, tables, none)
-    needed: Pairs = frozenset()
-    above = [rank for rank, peak in enumerate(least_peaks(codes, tables)) if peak > caps[rank]]
-    count = 1
-    while above:
-        more = {pair for rank in above for pair in sizes[rank][:count]}
-        if needed | more == needed:
-            break
-        needed |= more
-        now = with_kv_offload(tables, chunks, problem, costs, modes, needed, in_order=in_order)
-        above = [rank for rank, peak in enumerate(least_peaks(codes, now)) if peak > caps[rank]]
-        count *= 2
-    return needed, needed.union(*(sizes[rank] for rank, peak in enumerate(recomputing) if peak > caps[rank]))
-
-
-def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
-    """Compute the most bytes that every rank has in host memory by KV offload. Arguments as in `kv_offload_entries`."""
-    entries = kv_offload_entries(chunks, problem, costs, pairs)
-    changes: Counter[tuple[Action, bool]] = Counter()
-    for action, at_end, size in kv_offload_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):
-        changes[action, at_end] += size
-    rows = (accumulate((changes[each] for each in product(row, (False, True))), initial=0) for row in order)
-    return list(map(max, rows))
-
-
-def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
-    slices = slices_in(chunks, problem.lengths)
-
-    def largest_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-        return -int(tables.passes[pair[0]].forward_alloc[slices[pair[1]][0]]), pair
-
-    return [sorted(product(stages, slices), key=largest_first) for stages in tables.stages_of]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megatron_epp.features.copies.copy_slots import Busy, Chooser
+from megatron_epp.features.copies.fit_copies import floors
 from megatron_epp.plan import Op
 from megatron_epp.planner.evaluate import RecomputeSteps, play
 from megatron_epp.planner.fit import by_stage, fit_with_copies, held_bytes, is_within
 from megatron_epp.planner.kernels.codes import Codes, encode, encode_known
-from megatron_epp.planner.memory.copy_slots import Busy, Chooser
-from megatron_epp.planner.memory.offload import Copied, Offload, away_bytes, floors, peaks_with_copies, timed
+from megatron_epp.planner.memory.offload import Copied, Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.order import Order, without_weights
 from megatron_epp.planner.tables import Tables
 
