@@ -13,8 +13,8 @@ from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.given_order import in_given_order
-from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.message_room import planned_with_room
+from megatron_epp.planner.search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.settings import orders_of
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan, chunks_of

@@ -29,7 +29,7 @@ LAYERS = (
 PURE = ("plan", "cost", "port", "planner", "tools.report", "tools.formulas", "tools.layouts", "tools.advice")
 OF_MEGATRON = ("contrib.overlap.exchanges", "features.")
 """Beginnings of the names of modules outside `mcore` that import Megatron."""
-PURE_FEATURES = ("features.copies", "features.stages")
+PURE_FEATURES = ("features.copies", "features.local_search", "features.stages")
 PURE_CONTRIB = ("contrib.papers", "contrib.exact", "contrib.foreign")
 
 

@@ -14,6 +14,7 @@ from megatron_epp.contrib.overlap.pairing import WITH_FORWARDS, WITH_WEIGHTS
 from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_backwards
 from megatron_epp.cost import LinearTime, PipelineCosts, work_of
 from megatron_epp.features.copies.ahead import fit_ahead, longest_lived_shares
+from megatron_epp.features.local_search.improvement import improve
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment, Step, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
@@ -26,7 +27,6 @@ from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fit import held_bytes, peaks_of
 from megatron_epp.planner.fitted import fitted, for_table
 from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.kv_offload_tables import with_kv_offload
 from megatron_epp.planner.memory.offload import Copied, peaks_with_copies, timed
 from megatron_epp.planner.order import slice_groups

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import NO_TIME
+from megatron_epp.features.local_search.improvement import improve
 from megatron_epp.plan import Action, EppError, Op, Plan, Step, check, lower, to_grid
 from megatron_epp.plan.check.deadlock import blocked
 from megatron_epp.plan.layout import Layout
@@ -18,7 +19,6 @@ from megatron_epp.plan.trace import trace
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.replicas import Replicas

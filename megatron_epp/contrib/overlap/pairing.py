@@ -15,6 +15,7 @@ from megatron_epp.contrib.overlap.joined import Joined, JoinedDecisions
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fitted import fitted
@@ -31,6 +32,19 @@ WITH_WEIGHTS = (*BACKWARD_FIRST, (Op.F, Op.W), (Op.W, Op.F))
 """The same, and weight gradients, during which a forward exchanges."""
 WITH_FORWARDS = (*BACKWARD_FIRST, (Op.F, Op.B), (Op.F, Op.F))
 """The same, and further forwards, in a warm-up too."""
+
+
+FINISHED_CANDIDATES = 8
+"""Candidates, the fastest, of which some are joined."""
+
+
+def finish(candidates: Candidates, best: Candidate) -> Candidate:
+    """Join actions of the fastest candidates where that is faster."""
+    # `overlapped` makes its own tables: without the room that messages needed before, its plan would lack it again.
+    problem = candidates.replicas.with_room(candidates.room_of(best)).problems[0]
+    fastest = [best, *(candidate for candidate in candidates.fitting()[:FINISHED_CANDIDATES] if candidate is not best)]
+    decisions = [candidate.decisions[0] for candidate in fastest]
+    return replace(best, decisions=(overlapped(decisions, problem, candidates.replicas.costs, candidates.options),))
 
 
 def overlapped(ranked: Sequence[Decisions], problem: Problem, costs: Costs, options: Options) -> Decisions:
