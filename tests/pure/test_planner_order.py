@@ -14,6 +14,7 @@ from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost import Costs, LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.features.stages.stage_orders import Interleaved
+from megatron_epp.features.vocabulary.vocabulary_order import SHARD_KINDS
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan, PlanError, Segment, check
 from megatron_epp.plan.document import digest
 from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, WarmUp, plan, tabulate
@@ -27,7 +28,6 @@ from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, CodedOrder, co
 from megatron_epp.planner.kernels.split import EAGER_GAP, WHOLE_GAP
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.completion import split_weights
-from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS
 from megatron_epp.planner.orders.warm_up import CappedWarmUp, elastic_1f1b
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of

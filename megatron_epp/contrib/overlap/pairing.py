@@ -22,8 +22,7 @@ from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.kernels.codes import CodedOrder, encode
 from megatron_epp.planner.kernels.split import WHOLE_GAP
 from megatron_epp.planner.order import Order, slice_groups, without_weights
-from megatron_epp.planner.orders.completion import peaks, split_weights
-from megatron_epp.planner.orders.vocabulary_order import has_shards, with_shards
+from megatron_epp.planner.orders.completion import has_added, peaks, split_weights, with_added
 from megatron_epp.planner.tables import Tables
 
 BACKWARD_FIRST = ((Op.B, Op.F),)
@@ -66,8 +65,8 @@ def overlapped(ranked: Sequence[Decisions], problem: Problem, costs: Costs, opti
             seen.add((decisions.chunks, order, joined))
             try:
                 tried = fitted(order, decisions.chunks, problem, costs, options, partial(JoinedDecisions, joined=joined))
-                if has_shards(tables):
-                    rows = with_shards(tried.order, tables, tried.recompute_steps)
+                if has_added(tables):
+                    rows = with_added(tried.order, tables, tried.recompute_steps)
                     tried = replace(tried, order=tuple(tuple(_together(row, joined)) for row in rows))
                 took_us = tried.makespan_us(problem, costs)
             except (InfeasibleError, PlanError):  # no room for two actions at once, or a deadlock

@@ -24,8 +24,7 @@ from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.kv_offload_tables import COPIES_SHARING, SHARINGS, Pairs, kv_offload_entries, with_kv_offload
 from megatron_epp.planner.memory.offload import Copied, timed
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.completion import peaks
-from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
+from megatron_epp.planner.orders.completion import peaks, with_added
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.search import NEAR_RATIO, descend, walk
 from megatron_epp.planner.settings import Recipe
@@ -190,7 +189,7 @@ def above_caps(replicas: Replicas, by_replica: Sequence[Decisions], tables: Sequ
     if not replicas.has_shards:
         return [0] * len(caps)
     every = [
-        peaks(completed_with_shards(decisions.order, own, decisions.recompute_steps), own, decisions.as_offload)
+        peaks(with_added(decisions.order, own, decisions.recompute_steps), own, decisions.as_offload)
         for decisions, own in zip(by_replica, tables, strict=True)
     ]
     return [max(0, max(peak_bytes) - cap) for *peak_bytes, cap in zip(*every, caps, strict=True)]

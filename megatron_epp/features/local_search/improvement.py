@@ -11,6 +11,8 @@ from operator import attrgetter
 import numpy as np
 
 from megatron_epp.features.local_search.steps import Facts, Spare, StepChoice, copy_choice, search
+from megatron_epp.features.vocabulary.vocabulary_order import SHARD_KINDS, has_shards, no_storage
+from megatron_epp.features.vocabulary.vocabulary_order import storage as shard_storage
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.bound import lower_bound_us
@@ -23,8 +25,6 @@ from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integer
 from megatron_epp.planner.kernels.split import storage
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.completion import completed
-from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS, has_shards, no_storage
-from megatron_epp.planner.orders.vocabulary_order import storage as shard_storage
 from megatron_epp.planner.search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.tables import Tables
 

@@ -1,4 +1,4 @@
-"""Completion of an order of forwards and backwards: the vocabulary's shards, and weight gradients of their own.
+"""Completion of an order of forwards and backwards: added operations, and weight gradients of their own.
 
 Weight gradients run where a rank would wait, at the latest when their memory is needed.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from operator import itemgetter
+from pkgutil import resolve_name
 
 from megatron_epp.plan import PlanError
+from megatron_epp.plan.operations import operation
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, makespan_us, play
 from megatron_epp.planner.fit import held_bytes, peaks_of
 from megatron_epp.planner.kernels import split, timing
@@ -17,7 +19,6 @@ from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode_known
 from megatron_epp.planner.kernels.compiled import integers, numbers
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.vocabulary_order import has_shards, with_shards
 from megatron_epp.planner.tables import Tables
 
 ROUNDS = 8
@@ -26,26 +27,40 @@ differs.
 """
 
 
+def has_added(tables: Tables) -> bool:
+    """True if the costs have operations that are inserted into orders."""
+    return any(operation(op).inserted for op in tables.added)
+
+
+def with_added(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -> Order:
+    """Insert the operations that the costs have besides (`Operation.inserted`), of which the order has none yet."""
+    for op in tables.added:
+        inserted = operation(op).inserted
+        if inserted and not any(action.op is op for row in order for action in row):
+            order = resolve_name(inserted)(order, tables, recompute_steps)
+    return order
+
+
 def completed(
     order: Order, tables: Tables, offload: Offload, caps: tuple[int, ...], split: bool, enough_us: float = 0.0
 ) -> tuple[Order, float]:
-    """Insert the operations of vocabulary shards, if there are any, and split weight gradients off where `split` allows it and
+    """Insert added operations, if there are any, and split weight gradients off where `split` allows it and
     that is faster; return the order and its makespan in microseconds.
     """
     split_order = order
     if split:
         split_order, split_us = with_split_weights(order, tables, offload, caps, enough_us)
-        if not has_shards(tables):
+        if not has_added(tables):
             return split_order, split_us
     copies = timed(offload, tables)
 
     def time_us(tried: Order) -> float:
         return makespan_us(tried, tables, offload.recompute_steps, copies)
 
-    if not has_shards(tables):
+    if not has_added(tables):
         return order, time_us(order)
     variants = (order,) if split_order is order else (split_order, order)
-    tried = [with_shards(variant, tables, offload.recompute_steps) for variant in variants]
+    tried = [with_added(variant, tables, offload.recompute_steps) for variant in variants]
     took_us = list(map(time_us, tried))
     return min(zip(tried, took_us, strict=True), key=itemgetter(1))
 
