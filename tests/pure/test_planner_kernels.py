@@ -25,6 +25,7 @@ from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import integers, is_compiled
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.order import CopyOrder, Order
+from megatron_epp.planner.orders.completion import has_added
 from megatron_epp.planner.tables import Tables, tabulate
 from tests.support.plan import second_simulator
 from tests.support.plan.campaign_cases import costs_of, lengths_of
@@ -169,7 +170,7 @@ def test_both_clocks_agree_with_two_simulators(part: int):
         order, dispatched_us = rule.order(chunks, tables, problem), None
         if not forward_only and draw.random() < 0.5:
             order, dispatched_us = with_weights(order, tables, recompute_steps, draw.choice([split.WHOLE_GAP, split.EAGER_GAP]))
-        if vocabulary_order.has_shards(tables):
+        if has_added(tables):
             order, dispatched_us = with_shards(order, tables, recompute_steps)
         made = Decisions(chunks, order, recompute_steps)
         if not forward_only and tables.offloadable_share > 0 and draw.random() < 0.5:

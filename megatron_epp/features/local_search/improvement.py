@@ -11,7 +11,7 @@ from operator import attrgetter
 import numpy as np
 
 from megatron_epp.features.local_search.steps import Facts, Spare, StepChoice, copy_choice, search
-from megatron_epp.features.vocabulary.vocabulary_order import SHARD_KINDS, has_shards, no_storage
+from megatron_epp.features.vocabulary.vocabulary_order import SHARD_KINDS, no_storage
 from megatron_epp.features.vocabulary.vocabulary_order import storage as shard_storage
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.problem import Options, Problem
@@ -24,7 +24,7 @@ from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, is_compiled
 from megatron_epp.planner.kernels.split import storage
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.orders.completion import completed
+from megatron_epp.planner.orders.completion import completed, has_added
 from megatron_epp.planner.search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.tables import Tables
 
@@ -147,7 +147,7 @@ def _facts(
     small_rows = (row if len(row) <= SMALL_PLAN_ITEMS else [] for row in rows)
     dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) for row in small_rows]
     whole, filled = storage(trial.actions, codes.starts, columns)
-    sharded, most = has_shards(tables), 2 * np.diff(codes.starts)
+    sharded, most = has_added(tables), 2 * np.diff(codes.starts)
     return Facts(
         starts=codes.starts,
         columns=columns,

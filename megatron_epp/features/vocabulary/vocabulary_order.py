@@ -21,11 +21,6 @@ from megatron_epp.planner.tables import Tables, shard_peaks
 SHARD_KINDS = (*KINDS, Op.S, Op.N, Op.T)
 
 
-def has_shards(tables: Tables) -> bool:
-    """True if the costs have the output layer in shards over the ranks, which then need operations of their own."""
-    return Op.S in tables.added
-
-
 def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -> Order:
     """Insert the operations of vocabulary shards (`plan.vocabulary_operations`) into an order that has none.
 
