@@ -23,7 +23,7 @@ from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.operations import Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import brief, brief_text, naming_file, number, read_text
-from megatron_epp.plan.simulate import Timeline
+from megatron_epp.plan.simulation import Timeline
 from megatron_epp.plan.writing import write_text
 
 _FAR = 2.0

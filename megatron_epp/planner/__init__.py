@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pkgutil import resolve_name
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, Plan
 from megatron_epp.plan.planners import PLANNERS, PlannerEntry
 from megatron_epp.plan.problem import Options, Problem

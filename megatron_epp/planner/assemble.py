@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import starmap
 from operator import add, sub
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Remedy, Step, is_unlimited
-from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.plan.proof import examine, report
 from megatron_epp.plan.spans import parted
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions

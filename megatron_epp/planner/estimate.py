@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner import plan, uncollected

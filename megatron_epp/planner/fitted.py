@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.features import plan_targets
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.problem import Options, Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions

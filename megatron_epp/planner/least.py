@@ -14,7 +14,7 @@ from operator import add, itemgetter
 
 import numpy as np
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import joined_work
 from megatron_epp.plan import Chunk, InfeasibleError, Step
 from megatron_epp.plan.graph import build_graph
@@ -22,7 +22,7 @@ from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.plan.simulate import play
+from megatron_epp.plan.simulation import play
 from megatron_epp.planner.assemble import refuse_without_room, written
 from megatron_epp.planner.chunk_tables import ChunkTables, whole_by_length
 from megatron_epp.planner.chunks.in_runs import Aligned

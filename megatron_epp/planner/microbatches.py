@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp import planner
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import EppError, InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.planners import PLANNERS, Planner, begins_with_greedy
 from megatron_epp.plan.problem import Options, Problem

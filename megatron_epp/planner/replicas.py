@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.problem import OF_SEQUENCES, Options, Problem

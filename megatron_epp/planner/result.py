@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.features import plan_targets
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
-from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.plan.proof.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.candidates import Candidate, Candidates, codes_of

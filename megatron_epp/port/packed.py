@@ -14,7 +14,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from megatron_epp.plan import Action, Chunk, Plan, PlanError, Segment, digest
+from megatron_epp.plan import Action, Chunk, Plan, PlanError, Segment
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.lowering import lower
 
 

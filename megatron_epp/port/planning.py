@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem
 from megatron_epp.port.packed import MicrobatchLengths, PackedPlan, PackedPlans
 from megatron_epp.port.worker import EndedError, Worker

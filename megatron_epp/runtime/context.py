@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
-from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
@@ -80,12 +78,6 @@ class Program:
     actions: tuple[Action, ...]
     layouts: tuple[ChunkLayout, ...]
     upload: Upload | None = None
-
-
-@lru_cache(maxsize=16)
-def prepare(plan: Plan, rank: int) -> Program:
-    """Lower a plan and lay out its chunks, which takes tens of milliseconds for large plans. The last 16 results are cached."""
-    return program_of(plan, lower(plan)[rank])
 
 
 def program_of(plan: Plan, actions: tuple[Action, ...]) -> Program:

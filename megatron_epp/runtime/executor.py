@@ -18,9 +18,9 @@ from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.message_slots import slots_of
 from megatron_epp.plan.operations import operation
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
-from megatron_epp.runtime.context import ChunkContext, Program, Stage, prepare
+from megatron_epp.runtime.context import ChunkContext, Program, Stage
 from megatron_epp.runtime.links.links import Links, Receive
-from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
+from megatron_epp.runtime.memory_use import OUT_OF_MEMORY
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark
 
@@ -42,8 +42,9 @@ class Executor:
     Args:
         links: communicators of the pipeline; None when it has a single rank.
         watchdog: ends the run when an action or a wait outlasts its limit.
+        out_of_memory: describes an action of this plan and rank that an error has ended.
         handlers: of operations that `HANDLERS` has none for, collectives included, or in the place of one there.
-        program: this rank's part of the plan; prepared now if it is not given.
+        program: this rank's part of the plan.
     """
 
     def __init__(
@@ -51,18 +52,17 @@ class Executor:
         plan: Plan,
         rank: int,
         stages: Mapping[int, Stage],
+        program: Program,
         links: Links | None = None,
         recorder: Recorder | None = None,
         watchdog: Watchdog | None = None,
-        out_of_memory: OutOfMemoryReport = OutOfMemoryReport(),  # noqa: B008 - frozen
+        out_of_memory: Callable[[Plan, int, Action, Exception], str] = lambda *failed: str(failed[-1]),
         handlers: Mapping[Op, Handler] | None = None,
-        program: Program | None = None,
     ) -> None:
         self.plan, self.rank, self.stages, self.links = plan, rank, stages, links
         self.recorder = recorder or Recorder(enabled=False)
         self.watchdog, self.out_of_memory = watchdog, out_of_memory
         self._handlers = {**HANDLERS, **(handlers or {})}
-        program = program or prepare(plan, rank)
         self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
         # A mark is an event on the device for each action: only a watchdog reads them.
@@ -146,7 +146,7 @@ class Executor:
         try:
             yield
         except OUT_OF_MEMORY as error:
-            text = self.out_of_memory.text(self.plan, self.rank, action, error)
+            text = self.out_of_memory(self.plan, self.rank, action, error)
             raise OutOfMemoryRunError(f"{self._where(self._progress.host)} failed: {text}") from None
 
     def _finish(self) -> None:

@@ -18,7 +18,8 @@ from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.plan import Op, Plan
-from megatron_epp.runtime.executor import HANDLERS, Executor
+from megatron_epp.runtime.executor import HANDLERS
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.recorder import Recorder
 
 STATE_BYTES, ALLOCATED_BYTES = 18.0, 6.0
@@ -102,7 +103,7 @@ def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
             ActivationOffload(host, parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved,
             offload_handlers(plan, rank, stages, host, saved, {**HANDLERS, **own}) as handlers,
         ):
-            Executor(plan, rank, stages, links, recorder, handlers=own | handlers).run()  # type: ignore[arg-type]
+            executor_of(plan, rank, stages, links, recorder, handlers=own | handlers).run()  # type: ignore[arg-type]
         events = recorder.events()
         for stage in stages.values():
             stage.end()

@@ -29,11 +29,11 @@ from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.launch.machine import allocator_setting
 from megatron_epp.plan import Plan
-from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.lowered import executor_of
 from scripts.bench.frame import RUNS, Bench
 from tests.support.gpu_stage import DEVICE, GpuStage, relative_difference, run
 from tests.support.runtime.kernel_proofs import prove
-from tests.support.runtime.runtime_plans import by_hand, offloading_kv
+from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
 
 GOALS = {"fp32": 1e-4, "bf16": 1.5, "copies": 1e-5, "peak": 0.05}
 """Most relative difference of gradients in fp32; most times as far from fp32 as whole sequences in bf16 are; most difference
@@ -134,7 +134,7 @@ def peaks(plan: Plan) -> Part:
             ActivationOffload(host, stage.parameters, lambda: stage.kv_cache.num_bytes) as saved,
             offload_handlers(plan, 0, {0: stage}, host, saved) as handlers,
         ):
-            Executor(plan, 0, {0: stage}, handlers=handlers).run()
+            executor_of(plan, 0, {0: stage}, handlers=handlers).run()
         counted = saved.peak_bytes
         if DEVICE.type == "cuda":
             allocated, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()

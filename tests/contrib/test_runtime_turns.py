@@ -12,18 +12,20 @@ import torch.distributed as dist
 from megatron_epp.contrib.overlap import turns
 from megatron_epp.contrib.overlap.joined import Passing, joined_us
 from megatron_epp.contrib.overlap.turns import Collective, StepsOfTwo, exchanges_of, run_together
-from megatron_epp.cost import LinearTime
 from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.features.slow_stages.stage_watch import ITERATIONS, SlowStages
 from megatron_epp.features.split_weights.deferred_gradients import handlers
-from megatron_epp.plan import Action, Op, PlanError, Step, check
+from megatron_epp.plan import Action, Op, PlanError, Step
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.other_planners import plan_of_decisions
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import HANDLERS, Executor, RunError
+from megatron_epp.runtime.executor import HANDLERS, RunError
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.tools.formulas import H100, analytic_profile, on_device
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders.unit import TOKENS, Unit
@@ -119,15 +121,15 @@ class PausingStage(PlainStage):
         self.calls.append(f"B{context.chunk} ends")
 
 
-def executor_of(plan, exchanges, kind=PausingStage):
+def executor_with(plan, exchanges, kind=PausingStage):
     stage = kind(build_part(plan.num_layers, 0), batch_of(plan))
     own = handlers(plan, {0: stage})
     steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges), {**HANDLERS, **own})
-    return Executor(plan, 0, {0: stage}, handlers=own | (steps.handlers() if exchanges else {})), stage, steps
+    return executor_of(plan, 0, {0: stage}, handlers=own | (steps.handlers() if exchanges else {})), stage, steps
 
 
 def run(plan, exchanges, kind=PausingStage):
-    executor, stage, _ = executor_of(plan, exchanges, kind)
+    executor, stage, _ = executor_with(plan, exchanges, kind)
     executor.run()
     return stage
 
@@ -200,7 +202,7 @@ def test_two_backwards_of_a_step_run_one_after_the_other():
     """Autograd has one thread for a device, so the second would wait for the first, which waits for its turn."""
     num_turns = []
     for pair in (("0W0", "0F2"), ("0W1", "0B2")):
-        executor, _, steps = executor_of(with_steps(pair), no_exchange)
+        executor, _, steps = executor_with(with_steps(pair), no_exchange)
         executor.run()
         num_turns.append(steps.num_turns)
     assert num_turns[0] > num_turns[1] == 0
@@ -251,7 +253,7 @@ def test_a_failing_action_of_a_step_is_named_like_any_other():
 
 def test_what_the_second_of_two_forwards_saves_is_counted():
     def peak(exchanges):
-        executor, stage, _ = executor_of(with_steps(("0F0", "0F1")), exchanges)
+        executor, stage, _ = executor_with(with_steps(("0F0", "0F1")), exchanges)
         with SavedTensors(stage.part.parameters(), lambda: stage.kv_cache.num_bytes) as saved:
             executor.run()
         assert saved.live_bytes == 0

@@ -9,6 +9,8 @@ from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import of_narrow_values
+from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, TORCH_FLASH
+from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
 from megatron_epp.runtime.attention.segments import SegmentTable
 from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
 from tests.cpu.test_runtime_relay import assert_equals_whole_sequences
@@ -82,14 +84,14 @@ def test_caches_take_what_the_layout_says(layout):
     assert host.held_peak_bytes == in_units(2 * whole)
 
 
-@pytest.mark.parametrize("kernel", [kernels.TRANSFORMER_ENGINE, kernels.FLASH_ATTN, kernels.TORCH_FLASH], ids=lambda x: x.name)
+@pytest.mark.parametrize("kernel", [TRANSFORMER_ENGINE, FLASH_ATTN, TORCH_FLASH], ids=lambda x: x.name)
 def test_fused_kernels_refuse_values_of_another_width_than_keys(kernel):
     case = kernels.AttentionCase("cuda", torch.bfloat16, 192, 16, 16, 128)
     assert kernel.obstacle(case) == "values of 128 channels: it takes as many as keys have, 192"
     assert kernels.choose(*(torch.zeros(2, 4, width) for width in (192, 192, 128))) is kernels.EXACT_ATTENTION
 
 
-@pytest.mark.parametrize("kernel", [kernels.TRANSFORMER_ENGINE, kernels.FLASH_ATTN], ids=lambda x: x.name)
+@pytest.mark.parametrize("kernel", [TRANSFORMER_ENGINE, FLASH_ATTN], ids=lambda x: x.name)
 def test_fused_kernels_take_narrow_values_with_zeros_behind_them(kernel):
     case = kernels.AttentionCase("cuda", torch.bfloat16, 192, 16, 16, 128)
     assert of_narrow_values(kernel).obstacle(case) == kernel.obstacle(case._replace(value_channels=0))

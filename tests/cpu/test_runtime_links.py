@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_epp.plan import Chunk, EppError, Op, Segment, check, lower, simulate
+from megatron_epp.plan import Chunk, EppError, Op, Segment
 from megatron_epp.plan.communicators import Direction, directions
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext

@@ -9,7 +9,7 @@ import torch
 
 from megatron_epp.plan import Op
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.lowered import executor_of
 from tests.support.runtime.plain_stage import CHANNELS, KV_HEADS, LONGEST, PlainStage, batch_of, build_part
 from tests.support.runtime.runtime_plans import planned
 
@@ -62,7 +62,7 @@ def test_hundreds_of_iterations_leave_nothing_behind(one_thread, iterations, war
             stage.part.zero_grad()
             stage.calls.clear()
         with SavedTensors(parameters) as saved:
-            Executor(plan, 0, stages).run()
+            executor_of(plan, 0, stages).run()
         assert saved.live_bytes == 0
         assert [stage.kv_cache.num_bytes for stage in stages.values()] == [0] * STAGES
     grown = process.memory_info().rss - resident

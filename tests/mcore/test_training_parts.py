@@ -28,6 +28,7 @@ from megatron_epp.plan.flags import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.plan.recompute import MLP, MODES
 from megatron_epp.port.run_facts import AttentionSizes
 from megatron_epp.runtime.attention import kernels
+from megatron_epp.runtime.attention.kernels import flash, transformer_engine
 from megatron_epp.tools.advice.question import Configuration
 from megatron_epp.tools.formulas import ModelShape
 from megatron_epp.tools.formulas import of_run as formulas
@@ -276,10 +277,10 @@ def arguments_of(*flags, **values):
 @pytest.mark.parametrize(
     ("chosen", "name"),
     [
-        (kernels.TRANSFORMER_ENGINE, CUDNN),
-        (kernels.FLASH_ATTN_3, FLASH_3),
-        (kernels.FLASH_ATTN, FLASH_2),
-        (kernels.TORCH_FLASH, FLASH_2),
+        (transformer_engine.TRANSFORMER_ENGINE, CUDNN),
+        (flash.FLASH_ATTN_3, FLASH_3),
+        (flash.FLASH_ATTN, FLASH_2),
+        (flash.TORCH_FLASH, FLASH_2),
         (kernels.EXACT_ATTENTION, ""),
         (None, ""),
     ],
@@ -303,7 +304,7 @@ def test_a_loop_of_ones_own_tells_what_an_attention_kernel_is_chosen_by(monkeypa
     sizes = AttentionSizes(4, 4, 1, 128, 128, 0.0, 0, 2, False)
     asked = []
     monkeypatch.setattr(
-        kernels, "explain", lambda case, preference: asked.append((case, preference)) or (kernels.TORCH_FLASH, [])
+        kernels, "explain", lambda case, preference: asked.append((case, preference)) or (flash.TORCH_FLASH, [])
     )
     assert kernel_of(args, sizes)
     ((case, preference),) = asked

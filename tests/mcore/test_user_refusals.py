@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.mcore.arguments.table import names_in_loop
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.cost import PipelineCosts, work_of
 from megatron_epp.cost.blocks import LAYER, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
-from megatron_epp.cost.work import LinearTime, causal_pairs
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, causal_pairs, work_of
 from megatron_epp.features.learnt_costs.timed import Timed, fitted_line
 from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.plan.kv_offload import head_parts

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.plan import Action, Op, check, report
+from megatron_epp.plan import Action, Op
 from megatron_epp.plan.plan import KVOffload
+from megatron_epp.plan.proof import check, report
 from megatron_epp.plan.serialize import load, to_json
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.port.planning import BackgroundPlanner

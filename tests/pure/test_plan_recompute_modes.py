@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.tools.formulas import H100, ModelShape, Profile, analytic_costs, analytic_profile

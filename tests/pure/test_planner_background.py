@@ -16,7 +16,9 @@ import psutil
 import pytest
 from hypothesis import given
 
-from megatron_epp.plan import InfeasibleError, Plan, PlanError, digest, lower
+from megatron_epp.plan import InfeasibleError, Plan, PlanError
+from megatron_epp.plan.document import digest
+from megatron_epp.plan.lowering import lower
 from megatron_epp.planner import Options
 from megatron_epp.planner.service import answers
 from megatron_epp.port import forked

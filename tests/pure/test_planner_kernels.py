@@ -13,8 +13,9 @@ import pytest
 from megatron_epp import COMPILED_VARIABLE
 from megatron_epp.features.stages.list_scheduling import ListScheduling
 from megatron_epp.features.vocabulary import shard_insertion, vocabulary_order
-from megatron_epp.plan import UNLIMITED_BYTES, Action, Op, simulate
+from megatron_epp.plan import UNLIMITED_BYTES, Action, Op
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.chunker import whole_sequences

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.plan.check import check, report
+from megatron_epp.plan.proof import check, report
 from megatron_epp.planner import Options, Problem, least, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.least import proven

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_epp.contrib.papers.spacing import whole_backwards
-from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, StageCosts, Static, work_of
-from megatron_epp.cost.blocks import INPUT, LAYER
-from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Recompute, Segment, check
+from megatron_epp.cost.blocks import INPUT, LAYER, BlockCosts, StageCosts
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, ModeCosts, work_of
+from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Recompute, Segment
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.evaluate import makespan_us

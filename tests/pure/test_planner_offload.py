@@ -12,14 +12,18 @@ import pytest
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.overlap.pairing import WITH_FORWARDS, WITH_WEIGHTS
 from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_backwards
-from megatron_epp.cost import LinearTime, PipelineCosts, work_of
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, work_of
 from megatron_epp.features.copies.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.features.local_search.improvement import improve
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment, Step, check, digest, simulate
+from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment, Step
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
 from megatron_epp.plan.recompute import FULL_ONLY
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.units import enough_gib
 from megatron_epp.planner import Options, Problem, elastic_1f1b, plan
 from megatron_epp.planner.assemble import build_plan

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from megatron_epp.contrib.papers.slices import Slicer
-from megatron_epp.cost import Costs, LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.model import Costs, PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.features.stages.stage_orders import Interleaved
 from megatron_epp.features.vocabulary.vocabulary_order import SHARD_KINDS
-from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan, PlanError, Segment, check
+from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan, PlanError, Segment
 from megatron_epp.plan.document import digest
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, WarmUp, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us

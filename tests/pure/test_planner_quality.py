@@ -9,7 +9,7 @@ import pytest
 from megatron_epp.features.copies import fit_copies
 from megatron_epp.features.local_search.improvement import improve
 from megatron_epp.plan import Op, Plan
-from megatron_epp.plan.check import check
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us

@@ -9,7 +9,7 @@ from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.recorder import Recorder
 from tests.support.runtime.plain_stage import Layer
 
@@ -80,7 +80,7 @@ def run(plan, dtype=torch.float32, preference="unfused", host=None, times=1, str
                 ActivationOffload(host, stage.parameters, lambda: stage.kv_cache.num_bytes) as saved,
                 offload_handlers(plan, 0, {0: stage}, host, saved) as handlers,
             ):
-                Executor(plan, 0, {0: stage}, recorder=recorder, handlers=handlers).run()
+                executor_of(plan, 0, {0: stage}, recorder=recorder, handlers=handlers).run()
         finally:
             if strict:
                 torch.cuda.set_sync_debug_mode("default")

@@ -23,11 +23,12 @@ from torch import Tensor
 from megatron_epp.plan import Action, Op, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.context import ChunkContext, prepare
+from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.executor import Executor, Handler
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
+from megatron_epp.runtime.lowered import executor_of, prepare
 
 Events = list[tuple[str, float, float]]
 Locks = Mapping[tuple[int, Op], Any]
@@ -220,7 +221,7 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> Events:
     handlers[Op.W] = lambda _, action: stages[action.stage].weight(action)
     if plan.num_ranks > 1:
         handlers |= WaitingShards(shared, *(dist.new_group(everyone) for _ in range(2))).handlers()
-    executor = Executor(unstreamed, rank, stages, links, handlers=handlers)
+    executor = executor_of(unstreamed, rank, stages, links, handlers=handlers)
     shared.origin_s = float(start[0])
     _wait_until(shared.origin_s)
     executor.run()

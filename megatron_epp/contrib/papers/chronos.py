@@ -17,7 +17,7 @@ from functools import partial
 from megatron_epp.contrib.papers.copies import copied
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.contrib.papers.spacing import whole_backwards
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.features.copies.ahead import longest_lived_shares
 from megatron_epp.plan import Chunk
 from megatron_epp.plan.problem import Options, Problem

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.features.copies.ahead import Shares, fit_ahead
 from megatron_epp.plan import Chunk, InfeasibleError
 from megatron_epp.plan.problem import Options, Problem

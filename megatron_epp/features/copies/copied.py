@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from operator import attrgetter
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.features.copies.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.features.copies.fit_copies import fit_offload
 from megatron_epp.plan import Action, Chunk

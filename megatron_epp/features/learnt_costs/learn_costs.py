@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import RECORDED, WARM_UP, KeptCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.features.learnt_costs.learner import Learner, deviation, fitted_costs, size_of, untold
 from megatron_epp.features.learnt_costs.learnt import fingerprint, keep, resumed, with_times
 from megatron_epp.features.learnt_costs.timed import Learnt

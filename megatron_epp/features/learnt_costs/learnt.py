@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from megatron_epp.cost import PipelineCosts, StageCosts
-from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.blocks import LAYER, StageCosts
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.costs.megatron_facts import facts
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import write_whole

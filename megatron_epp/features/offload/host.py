@@ -23,7 +23,7 @@ from megatron_epp.features.offload.copy_streams import CopyStreams, Mark
 from megatron_epp.plan.errors import Remedy
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
 from megatron_epp.plan.units import format_bytes, format_gib
-from megatron_epp.runtime.out_of_memory import HostMemoryError
+from megatron_epp.runtime.memory_use import HostMemoryError
 
 _PAGE_BYTES = 32 << 20
 """Bytes of a page. Not measured: much smaller ones mean more of the driver's slow calls that pin memory, much larger ones leave

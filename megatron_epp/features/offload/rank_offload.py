@@ -31,7 +31,7 @@ from megatron_epp.runtime.links.objects import from_each_of_job
 from megatron_epp.runtime.timer import time_host_copies
 
 if TYPE_CHECKING:
-    from megatron_epp.cost import PipelineCosts
+    from megatron_epp.cost.model import PipelineCosts
     from megatron_epp.mcore.iteration.base_run import Run
 
 logger = logging.getLogger(__name__)

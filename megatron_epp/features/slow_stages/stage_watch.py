@@ -17,7 +17,7 @@ from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import Action, Plan
 from megatron_epp.plan.operations import of_stages, operation
 from megatron_epp.plan.plan_figures import is_calibrated
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.runtime.links.objects import ObjectGroup
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.side_thread import SideThread, complete_at_end

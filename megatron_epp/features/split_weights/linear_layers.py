@@ -25,7 +25,6 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.features.split_weights.deferred_gradients import Linear, WeightGradients
 from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.mcore.arguments.table import names_of
@@ -34,6 +33,7 @@ from megatron_epp.mcore.model.block_loss import weight_gradient
 from megatron_epp.mcore.model.replaced import HOOKS, mark, put
 from megatron_epp.mcore.model.stage import timed
 from megatron_epp.plan import EppError, Op, Plan, Remedy
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.runtime.executor import Handler
 from megatron_epp.runtime.links.objects import from_each_of_job
 

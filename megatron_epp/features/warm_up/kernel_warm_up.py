@@ -27,7 +27,7 @@ from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 from megatron_epp.runtime.context import ChunkLayout
 
 if TYPE_CHECKING:
-    from megatron_epp.cost import PipelineCosts
+    from megatron_epp.cost.model import PipelineCosts
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.mcore.iteration.base_run import Run
 

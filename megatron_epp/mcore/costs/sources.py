@@ -15,9 +15,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import LinearTime, PipelineCosts, StageCosts, Static
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION, StageCosts
 from megatron_epp.cost.casts import casts_of
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares

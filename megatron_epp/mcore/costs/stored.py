@@ -10,7 +10,7 @@ import math
 import os
 from pathlib import Path
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, Ask, costs_file

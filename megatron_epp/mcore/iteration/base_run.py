@@ -35,8 +35,8 @@ from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from megatron_epp.cost import PipelineCosts
     from megatron_epp.cost.kept import KeptCosts
+    from megatron_epp.cost.model import PipelineCosts
     from megatron_epp.losses import Loss
     from megatron_epp.mcore.model.own_inputs import OwnInputs
     from megatron_epp.port.planning import BackgroundPlanner

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_static
 from megatron_epp.features import targets
 from megatron_epp.mcore.arguments.flag import GIVEN
@@ -46,7 +46,7 @@ from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan
 from megatron_epp.port.planning import PlanningProcess
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
-from megatron_epp.runtime.out_of_memory import possible_on_device
+from megatron_epp.runtime.memory_use import possible_on_device
 from megatron_epp.runtime.side_thread import SideThread
 
 logger = logging.getLogger(__name__)

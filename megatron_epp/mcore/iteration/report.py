@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost import balance as spread
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import loggers
@@ -27,7 +27,7 @@ from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.plan_figures import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.plan.problem import imbalance
 from megatron_epp.runtime.links.objects import gathered_by
-from megatron_epp.runtime.out_of_memory import device_peak, device_retries
+from megatron_epp.runtime.memory_use import device_peak, device_retries
 from megatron_epp.runtime.recorder import Recorder, elapsed_us, mark
 
 _BATCHES = 10

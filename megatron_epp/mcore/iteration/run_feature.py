@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_epp.cost import PipelineCosts
     from megatron_epp.cost.kept import KeptCosts
+    from megatron_epp.cost.model import PipelineCosts
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.plan import Op, Plan
     from megatron_epp.port.planning import BatchPlanner

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.out_of_memory import Usage, device_usage
+from megatron_epp.runtime.memory_use import Usage, device_usage
 
 
 class SavedTensorTracker:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import span_work_of
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
@@ -27,7 +27,7 @@ from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.port.packed import PackedPlans
 from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner, PlanningProcess
 from megatron_epp.runtime.links.objects import ObjectGroup
-from megatron_epp.runtime.out_of_memory import possible_on_device
+from megatron_epp.runtime.memory_use import possible_on_device
 from megatron_epp.runtime.recorder import Recorder
 
 logger = logging.getLogger(__name__)

@@ -24,13 +24,14 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.cost.output_layer import AUTO, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.replaced import BEFORE, HOOKS, attached
 from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
 from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import as_setting
+from megatron_epp.plan.flags import AUTO
+from megatron_epp.plan.sizing import loss_block_tokens, loss_workspace_bytes
 from megatron_epp.runtime.loss.kernels import LossCase, explain
 from megatron_epp.runtime.loss.token_blocks import Head, block_losses, block_values
 

@@ -25,7 +25,6 @@ from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
 from megatron_epp.mcore.model.replaced import mark, marked, problems
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
-from megatron_epp.mcore.patches.routers import chunk_of, need_routing
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_epp.mcore.model.own_inputs import OwnInputs
 
 
-_ROUTES = "megatron_epp.mcore.model.replayed_routes"
+_ROUTES, _ROUTERS = "megatron_epp.mcore.model.replayed_routes", "megatron_epp.mcore.patches.routers"
 CASTS = "_fp8_workspaces"
 """Attribute of Transformer Engine's layers, a dictionary, in which they keep the casts of their weights (2.0 to 2.20)."""
 
@@ -155,8 +154,10 @@ class MegatronStage:
         self.reduce_gradients: Callable[[], None] = lambda: None
         self.cut_layers: StageLayers | None = getattr(self.language_model, "cut_layers", None)
         self.routed_layers: tuple[int, ...] = ()
+        self._routed_chunk: Callable[..., AbstractContextManager[None]] = _plain_chunk
         if getattr(config, "num_moe_experts", None) is not None:
             self.routed_layers = resolve_name(f"{_ROUTES}:routed_layers")(self.decoder)
+            self._routed_chunk = resolve_name(f"{_ROUTERS}:chunk_of")
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
@@ -171,8 +172,8 @@ class MegatronStage:
         while self._called is not model and outside is not self.language_model:  # what is around it never runs
             mark(outside, ())
             outside = inside_of(outside)
-        if self.token_multiple > 1:
-            need_routing(model)
+        if self.token_multiple > 1 and self._routed_chunk is not _plain_chunk:
+            resolve_name(f"{_ROUTERS}:need_routing")(model)
         if self.depths:
             resolve_name("megatron_epp.mcore.model.predictions:need_embedding")(model)
         self._replaced = marked(model)
@@ -251,7 +252,7 @@ class MegatronStage:
         routes = None
         if inputs.routes is not None:
             routes = resolve_name(f"{_ROUTES}:ChunkRoutes")({layer: inputs.routes[layer] for layer in self.routed_layers})
-        of_chunk = chunk_of(context.table, self.config, routes)
+        of_chunk = self._routed_chunk(context.table, self.config, routes)
         ahead = None
         if inputs.ahead is not None:
             from megatron_epp.mcore.model.predictions import ChunkPredictions
@@ -345,6 +346,11 @@ class MegatronStage:
         if self.config.enable_autocast:
             return torch.autocast("cuda", dtype=self.config.autocast_dtype)
         return torch.autocast("cpu", enabled=False)
+
+
+def _plain_chunk(*_: Any) -> AbstractContextManager[None]:
+    """Return the context of a chunk in a model without routers."""
+    return nullcontext()
 
 
 def own_device() -> torch.device:

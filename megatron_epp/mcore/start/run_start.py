@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.features import targets
 from megatron_epp.mcore.arguments.layout import token_multiple, token_shards
 from megatron_epp.mcore.arguments.parser import options_from

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.features import targets
 from megatron_epp.mcore import early_planning
 from megatron_epp.mcore.arguments.parser import options_from

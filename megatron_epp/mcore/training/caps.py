@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from megatron_epp.cost.memory import DEVICE_SHARE, KEPT_CAP_SLACK_BYTES, SETUP_MARGIN_BYTES, room_bytes
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.costs.stored import write_whole
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.codec import Codec, FileFormat
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.reading import read_text
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first

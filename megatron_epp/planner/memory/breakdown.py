@@ -11,13 +11,14 @@ from itertools import groupby
 
 import numpy as np
 
-from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost import memory as item
-from megatron_epp.cost.work import BoolColumn
-from megatron_epp.plan import Action, Op, Plan, Recompute, simulate
+from megatron_epp.cost.model import Costs
+from megatron_epp.cost.work import BoolColumn, ChunkWork, work_of
+from megatron_epp.plan import Action, Op, Plan, Recompute
 from megatron_epp.plan.memory_breakdown import Items, MemoryBreakdown
 from megatron_epp.plan.operations import Operation, operation, operations
 from megatron_epp.plan.plan import AnyStep, Step
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.memory.kv_offload_tables import without_caches
 from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_items, by_item, moments

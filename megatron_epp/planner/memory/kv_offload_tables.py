@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.kv_costs import KVOffloadCosts
-from megatron_epp.cost.work import BoolColumn
+from megatron_epp.cost.model import Costs
+from megatron_epp.cost.work import BoolColumn, ChunkWork, work_of
 from megatron_epp.plan import Chunk, KVOffload
 from megatron_epp.plan.kv_offload import slices_in
 from megatron_epp.plan.problem import Problem

@@ -9,9 +9,10 @@ from collections import Counter
 from dataclasses import replace
 
 from megatron_epp import planner
-from megatron_epp.cost import BlockCosts, Costs, LinearTime, PipelineCosts, StageCosts
-from megatron_epp.cost.blocks import HEAD, INPUT, LAYER
+from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
+from megatron_epp.cost.model import Costs, PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem
 from megatron_epp.planner.estimate import about_us

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan.sizing import size_class, sums_in_fp32
 from megatron_epp.runtime.attention.segments import HeadGroup, KVCacheError, SliceView, Tensors
-from megatron_epp.runtime.handover import Handover
 
 
 class KVStore:
@@ -106,7 +106,7 @@ class SlicedKVCache:
 
     fp32_gradients: str = "auto"  # for which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`
     offloaded: KVStore | None = None  # of a plan's offloaded KV caches, set by the feature that has memory for them
-    handover: Handover = field(default_factory=Handover)  # what layers hand on to the next slice alone
+    _carried: dict[type[Any], Any] = field(default_factory=dict)
     _device: KVStore = field(default_factory=KVStore)
     _groups: dict[tuple[int, HeadGroup], _Progress] = field(default_factory=dict)
     _appended: tuple[SliceView, set[HeadGroup]] | None = None  # the slice whose forward runs, and what it has appended
@@ -114,7 +114,14 @@ class SlicedKVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all caches and accumulators on the device now, and of what is handed over."""
-        return self.cache_bytes + self.handover.num_bytes
+        return self.cache_bytes + sum(part.num_bytes for part in self._carried.values())
+
+    def carried[T](self, kind: type[T]) -> T:
+        """Return what layers hand on besides cached tensors, an object with `num_bytes` and `assert_empty`, made when asked."""
+        if kind not in self._carried:
+            self._carried[kind] = kind()
+        part: T = self._carried[kind]
+        return part
 
     @property
     def cache_bytes(self) -> int:
@@ -216,7 +223,8 @@ class SlicedKVCache:
 
     def assert_empty(self) -> None:
         """Raise `KVCacheError` if a cache, or what was handed over, outlived its iteration."""
-        self.handover.assert_empty()
+        for part in self._carried.values():
+            part.assert_empty()
         if self._groups:
             left = sorted({(group.layer, sequence) for sequence, group in self._groups})
             raise KVCacheError(f"caches of (layer, sequence) {left} were never freed")

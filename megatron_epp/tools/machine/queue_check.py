@@ -30,11 +30,11 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner import plan as make_plan
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.nccl import link_defaults, options_of, smallest_device, uses_nccl
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import run_ranks
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 
@@ -172,7 +172,7 @@ def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: 
         for _ in range(_REPEATS):
             here = [stage for stage, on in enumerate(plan.placement) if on == position]
             stages = {stage: EchoStage(stage, width, device, exchanging) for stage in here}
-            executor = Executor(plan, position, stages, links, watchdog=watchdog)
+            executor = executor_of(plan, position, stages, links, watchdog=watchdog)
             links.control.from_each(None)  # ranks start together
             start_s = time.perf_counter()
             executor.run()

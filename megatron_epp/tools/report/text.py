@@ -26,7 +26,7 @@ from megatron_epp.plan.plan_figures import (
 )
 from megatron_epp.plan.reading import printable
 from megatron_epp.plan.recompute import Recompute
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.units import byte_unit, format_bytes
 
 _KINDS = ("split", "hybrid", "batched")

@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch
 
-from megatron_epp.cost import LinearTime
 from megatron_epp.cost.output_layer import PASS_US
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.mcore import entry
 from megatron_epp.plan import Action, Op, Plan
 from tests.support.mcore import recorded_training

@@ -16,9 +16,9 @@ from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.copy_streams import CopyStreams
 from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
-from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
@@ -173,5 +173,5 @@ def run(audit, plan, rank, watchdog=None, program=None):
         with ActivationOffload(host, parameters) as saved, offload_handlers(plan, rank, stages, host, saved) as handlers:
             program = prepare(plan, rank) if program is None else program
             own = weight_handlers(plan, stages) | handlers
-            Executor(plan, rank, stages, links, recorder, watchdog, handlers=own, program=program).run()
+            Executor(plan, rank, stages, program, links, recorder, watchdog, handlers=own).run()
     return recorder

@@ -21,9 +21,9 @@ from megatron_epp.features.split_weights.deferred_gradients import handlers as w
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import Track, operation
 from megatron_epp.runtime.attention.segments import offsets_of
-from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.upload import Uploader
 from tests.support.plan.queue_machine import Launch
@@ -271,8 +271,8 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
         patch.object(dist, "irecv", messages.irecv),
     ):
         program = _uploaded(prepare(plan, rank), batch, log)
-        of_run = {"handlers": weight_handlers(plan, stages) | handlers, "program": program}
-        executor = _Executor(plan, rank, stages, links, recorder=_Actions(log), **of_run)
+        own = weight_handlers(plan, stages) | handlers
+        executor = _Executor(plan, rank, stages, program, links, recorder=_Actions(log), handlers=own)
         executor.log = log
         executor.run()
     return log

@@ -18,7 +18,7 @@ from megatron_epp.features.split_weights.deferred_gradients import handlers as w
 from megatron_epp.plan import Segment
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.lowered import executor_of
 from tests.support.runtime.dense_attention import dense_attention
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
@@ -203,7 +203,7 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False, host=None)
         ActivationOffload(host, parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved,
         offload_handlers(plan, rank, stages, host, saved) as handlers,
     ):
-        Executor(plan, rank, stages, links, handlers=weight_handlers(plan, stages) | handlers).run()
+        executor_of(plan, rank, stages, links, handlers=weight_handlers(plan, stages) | handlers).run()
     left = saved.live_bytes + sum(stage.kv_cache.num_bytes for stage in stages.values()) + host.held_bytes
     bytes_of = left, saved.peak_bytes, host.held_peak_bytes
     return {s: StageResult(stage.arrays(), stage.loss, stage.calls, *bytes_of) for s, stage in stages.items()}

@@ -26,7 +26,7 @@ from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import ANYWHERE, of_stages, operations
 from megatron_epp.plan.plan import Copy, Plan, is_unlimited
 from megatron_epp.plan.plan_figures import is_calibrated, recompute_in_backward, recompute_share
-from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.simulation import Timeline, simulate
 from megatron_epp.tools.report.gantt import Shades, item_colours
 from megatron_epp.tools.report.text import headline
 

@@ -57,7 +57,7 @@ def of_batches(executor, batches):
     from megatron_epp.features.offload.rank_offload import RankOffload
     from megatron_epp.mcore.costs.sources import pipeline_costs
     from megatron_epp.mcore.iteration import sliced_run
-    from megatron_epp.plan import lower
+    from megatron_epp.plan.lowering import lower
 
     class RandomText:
         def __init__(self, lengths):

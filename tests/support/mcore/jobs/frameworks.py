@@ -394,8 +394,8 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
 
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
     """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
-    from megatron_epp.cost import LinearTime
     from megatron_epp.cost.blocks import LAYER
+    from megatron_epp.cost.work import LinearTime
     from megatron_epp.features.learnt_costs import learn_costs
 
     learn, lines = learn_costs.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}

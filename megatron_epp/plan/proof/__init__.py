@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_epp.plan.check.actions import check_links, check_order, check_presence
-from megatron_epp.plan.check.deadlock import check_launches, check_own_messages
-from megatron_epp.plan.check.memory_balance import check_memory
-from megatron_epp.plan.check.plan_tables import check_extensions, check_kv_offload, check_predicted, check_tables, check_tokens
-from megatron_epp.plan.check.violation import Violation, report
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.graph import linked
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import check_messages
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.simulate import Timeline, play, timeline_of
+from megatron_epp.plan.proof.actions import check_links, check_order, check_presence
+from megatron_epp.plan.proof.deadlock import check_launches, check_own_messages
+from megatron_epp.plan.proof.memory_balance import check_memory
+from megatron_epp.plan.proof.plan_tables import check_extensions, check_kv_offload, check_predicted, check_tables, check_tokens
+from megatron_epp.plan.simulation import Timeline, play, timeline_of
+from megatron_epp.plan.violation import Violation, report
 
 __all__ = ["Examined", "Violation", "check", "examine", "report"]
 

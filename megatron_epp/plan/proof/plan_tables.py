@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_epp.plan.action import Op
-from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import Booleans, Floats, PlanColumns, entries, positions
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.plan import AnyStep, Plan, Prediction
-from megatron_epp.plan.simulate import Timeline
+from megatron_epp.plan.simulation import Timeline
+from megatron_epp.plan.violation import Violation
 
 NOISE = 1e-9
 """Largest relative difference between equal sums of times that are added in another order."""

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import Integers
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.operations import MessageKind, Parties, Track, needs_of, operation, operations
+from megatron_epp.plan.violation import Violation
 
 _MOST_KEY = 1 << 62
 """Keys above could overflow 64 bits when the next column is added; they are numbered anew first."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.plan.kv_offload import host_memory
 from megatron_epp.plan.operations import Role, Track, of_stages, operation, operations
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.simulate import Timeline, memory_changes
+from megatron_epp.plan.simulation import Timeline, memory_changes
+from megatron_epp.plan.violation import Violation
 
 
 def check_memory(timeline: Timeline) -> Iterator[Violation]:

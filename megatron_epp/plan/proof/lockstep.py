@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from megatron_epp.plan.action import Action
-from megatron_epp.plan.check.deadlock import check_launches
-from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.proof.deadlock import check_launches
+from megatron_epp.plan.violation import Violation
 
 
 def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:

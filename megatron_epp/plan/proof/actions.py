@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import NO_STEP, Integers, Listed, PlanColumns
 from megatron_epp.plan.graph import Graph
 from megatron_epp.plan.operations import (
@@ -25,7 +24,8 @@ from megatron_epp.plan.operations import (
     operations,
 )
 from megatron_epp.plan.plan import Copy, Plan
-from megatron_epp.plan.simulate import Playback
+from megatron_epp.plan.simulation import Playback
+from megatron_epp.plan.violation import Violation
 
 
 def check_presence(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[Violation]:
