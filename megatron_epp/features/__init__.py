@@ -42,6 +42,7 @@ class Feature:
         orders: from a problem to the orders that a search tries (`planner.settings.Orders`).
         candidates: candidates (`planner.candidates`) with copies, if a recipe has some.
         search: walks on behind a search, from its candidates, its best and the fastest free of caps.
+        split: splits weight gradients off an order (`planner.orders.completion.Splitting`).
         finish: from candidates and the best of them to one no slower; not where replicas run in lockstep.
         fit: from an order, the same with whole backwards, tables and a problem to copies under the caps, or None.
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
@@ -59,6 +60,7 @@ class Feature:
     candidates: str = ""
     search: str = ""
     fit: str = ""
+    split: str = ""
     finish: str = ""
 
 
@@ -102,6 +104,8 @@ FEATURES = (
         adopt=f"{_HERE}split_weights.linear_layers:split_weight_gradients",
         built=f"{_HERE}split_weights.linear_layers:split_built",
         run=f"{_HERE}split_weights.linear_layers:SplitWeights",
+        planned=lambda problem, options: options.split_weight,
+        split=f"{_HERE}split_weights.split_orders:with_split_weights",
     ),
     Feature(
         "offload",

@@ -17,7 +17,7 @@ from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, split_off
 from megatron_epp.planner.fit import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.kernels.split import leaves_bytes
+from megatron_epp.planner.kernels.live_bytes import leaves_bytes
 from megatron_epp.planner.memory.offload import Copied
 from megatron_epp.planner.mistakes import refuse_mistakes, refuse_table
 from megatron_epp.planner.order import Order, without_weights

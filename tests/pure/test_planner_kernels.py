@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp import COMPILED_VARIABLE
+from megatron_epp.features.split_weights import split
 from megatron_epp.features.stages.list_scheduling import ListScheduling
 from megatron_epp.features.vocabulary import shard_insertion, vocabulary_order
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Op
@@ -21,7 +22,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
-from megatron_epp.planner.kernels import compiled, split
+from megatron_epp.planner.kernels import compiled
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import integers, is_compiled
 from megatron_epp.planner.memory.offload import timed

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_epp.features.copies import fit_copies
 from megatron_epp.features.local_search.improvement import improve
+from megatron_epp.features.split_weights.split_orders import with_split_weights
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.proof import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -18,7 +19,6 @@ from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fitted import for_table
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.offload import peaks_with_copies, timed
-from megatron_epp.planner.orders.completion import with_split_weights
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy

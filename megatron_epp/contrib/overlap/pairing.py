@@ -13,6 +13,8 @@ from itertools import pairwise
 
 from megatron_epp.contrib.overlap.joined import Joined, JoinedDecisions
 from megatron_epp.cost.model import Costs
+from megatron_epp.features.split_weights.split import WHOLE_GAP
+from megatron_epp.features.split_weights.split_orders import split_weights
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.candidates import Candidate, Candidates
@@ -20,9 +22,8 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.kernels.codes import CodedOrder, encode
-from megatron_epp.planner.kernels.split import WHOLE_GAP
 from megatron_epp.planner.order import Order, slice_groups, without_weights
-from megatron_epp.planner.orders.completion import has_added, peaks, split_weights, with_added
+from megatron_epp.planner.orders.completion import has_added, peaks, with_added
 from megatron_epp.planner.tables import Tables
 
 BACKWARD_FIRST = ((Op.B, Op.F),)

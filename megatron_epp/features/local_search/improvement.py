@@ -11,6 +11,8 @@ from operator import attrgetter
 import numpy as np
 
 from megatron_epp.features.local_search.steps import Facts, Spare, StepChoice, copy_choice, search
+from megatron_epp.features.split_weights.split import storage
+from megatron_epp.features.split_weights.split_orders import with_split_weights
 from megatron_epp.features.vocabulary.vocabulary_order import SHARD_KINDS, no_storage
 from megatron_epp.features.vocabulary.vocabulary_order import storage as shard_storage
 from megatron_epp.plan import is_unlimited
@@ -22,7 +24,6 @@ from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
 from megatron_epp.planner.fit import by_stage, caps_at
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, is_compiled
-from megatron_epp.planner.kernels.split import storage
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.completion import completed, has_added
 from megatron_epp.planner.search import SMALL_PLAN_ITEMS
@@ -107,7 +108,8 @@ def improve(decisions: Decisions, tables: Tables, problem: Problem, options: Opt
     bound_us = lower_bound_us(tables, decisions.chunks, problem, replace(options, offload=False, split_weight=split_weight))
     columns = tables.columns
     codes = encode(decisions.order, columns.num_chunks)
-    _, start_us = completed(decisions.order, tables, decisions.as_offload, problem.cap_bytes, split_weight)
+    split = with_split_weights if split_weight else None
+    _, start_us = completed(decisions.order, tables, decisions.as_offload, problem.cap_bytes, split)
     recompute_steps = list(chain.from_iterable(decisions.recompute_steps))
     now, best, trial = (
         StepChoice(integers(codes.actions), integers(recompute_steps), integers(columns.most)) for _ in range(3)
