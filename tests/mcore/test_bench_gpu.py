@@ -9,9 +9,6 @@ import sys
 
 import pytest
 
-from megatron_epp.plan import Action
-from megatron_epp.plan.measured import Event, Measured
-from megatron_epp.tools.launch.runs import TrainingError
 from scripts.bench.gpu import bench as bench_gpu
 from scripts.bench.gpu import runs as gpu_runs
 from scripts.bench.gpu.ranks import TWO, Row, compare
@@ -67,34 +64,3 @@ def test_a_training_that_differs_or_fails_is_told_from_one_that_agrees(tmp_path,
     assert not found["other weights"]["holds"]
     assert found["other weights"]["ours"] > 1e-3 > found["other weights"]["allowed"]
     assert "epp-slices" in found["refused"]["failed"]
-
-
-def test_copies_are_hidden_where_their_own_rank_computes():
-    def events(*rows):
-        return tuple(Event(Action.parse(text), start, end) for text, start, end in rows)
-
-    first = events(("0F0", 0, 10), ("0O0", 4, 14), ("0L0", 20, 30), ("0B0", 25, 40))
-    second = events(("1F0", 10, 20))
-    found = bench_gpu.hidden_copies([Measured("", (first, second))])
-    assert found == {"copies_us": 20, "hidden_share": (6 + 5) / 20}
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB.", gpu_runs.OutOfMemory),
-        ("[rank0]: RuntimeError: something else", TrainingError),
-    ],
-)
-def test_a_run_that_finds_no_memory_is_told_from_one_that_fails(tmp_path, monkeypatch, text, error):
-    def train(folder, ranks, settings, limit_s, environment):
-        folder.mkdir(parents=True)
-        (folder / "train.log").write_text(f"starting\n{text}\nmore\n")
-        raise TrainingError("training failed")
-
-    monkeypatch.setattr(gpu_runs, "train", train)
-    settings = gpu_runs.Sizes.reduced().settings(64)
-    with pytest.raises(error) as raised:
-        gpu_runs.Launches(tmp_path, 60).run("long unsliced", settings, (64,))
-    if error is gpu_runs.OutOfMemory:
-        assert "Tried to allocate 64.00 GiB" in str(raised.value)

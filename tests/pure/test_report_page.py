@@ -14,7 +14,7 @@ from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.measured import Event, Measured
 from megatron_epp.plan.operations import operations
 from megatron_epp.plan.plan import UNLIMITED_BYTES
-from megatron_epp.plan.plan_figures import bubble_fraction, main_items, recompute_in_backward, recompute_share
+from megatron_epp.plan.plan_figures import main_items, recompute_in_backward, recompute_share
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.trace import trace
@@ -228,12 +228,6 @@ def test_recompute_is_a_share_of_compute_and_of_its_backward():
     assert recompute_in_backward(plan)[Action.parse("0B0")] == pytest.approx(0.25 / 2.25)
 
 
-def test_bubbles_of_the_ranks_average_to_the_plans():
-    plan = sliced_plan(num_ranks=4, batched=5)
-    shares = [bubble_fraction(plan, rank) for rank in range(4)]
-    assert sum(shares) / 4 == pytest.approx(plan.predicted.bubble_fraction)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -277,13 +271,6 @@ def test_makespan_and_bubble_of_a_run_are_those_of_its_events():
     )
     assert measured.makespan_us == 100.0
     assert measured.bubble_fraction == pytest.approx(1 - (30 + 60) / 200), "messages are not compute"
-
-
-def test_a_run_at_the_planned_speed_has_the_planned_bubble():
-    plan = sliced_plan(num_ranks=4)
-    measured, timeline = measured_run(plan, slowdown=1.0), simulate(plan)
-    assert measured.makespan_us == timeline.makespan_us
-    assert measured.bubble_fraction == pytest.approx(timeline.bubble_fraction)
 
 
 # ---- as near to the reference as Megatron's own, or near enough anyway -----------------------------------------------

@@ -258,4 +258,4 @@ FORMATS: dict[str, Format] = {
         ALL,
     ),
 }
-"""Formats by the names that the command line of the campaign takes."""
+"""Formats by their names, which mutants depend on."""

@@ -280,4 +280,4 @@ FORMATS: dict[str, Format] = {
         "given.yaml", lambda: (YAML_CFG,), text_damage, {"defaults": _yaml_cfg}, rf"{ALL}|\w+:|--\w|\w+ is|name: value|section"
     ),
 }
-"""Formats by the names that the command line of the campaign takes."""
+"""Formats by their names, which mutants depend on."""
