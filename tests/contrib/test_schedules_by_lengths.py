@@ -266,8 +266,3 @@ def test_more_memory_retains_more():
     kept = [retained(plan(p, COSTS, Options(planner="chunkflow", chunk_tokens=4096)), 0) for p in asked]
     assert kept == sorted(kept)
     assert kept[0] < kept[-1] == 16
-
-
-def test_without_a_cap_nothing_is_recomputed():
-    made = plan(problem((65_536, 300, 9000), 4), pipeline(4), Options(planner="chunkflow"))
-    assert not any(again.num_layers for row in made.recompute for again in row)

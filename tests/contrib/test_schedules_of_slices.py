@@ -79,13 +79,6 @@ def test_greedy_is_as_fast_as_slimpipe_where_slices_of_equal_length_are_best():
     assert ours.predicted.makespan_us <= 1.005 * theirs.predicted.makespan_us
 
 
-def test_slimpipe_cuts_other_sequences_where_it_cuts_the_longest():
-    made = of_slimpipe(slices=6)
-    assert slices_of(made) == [5000] * 6
-    assert slices_of(made, 1) == [5000] * 5 + [3000]
-    assert slices_of(made, 2) == [5000, 4000]
-
-
 @pytest.mark.parametrize(("p", "n"), [(4, 4), (4, 8), (4, 16), (8, 16)])
 def test_slimpipes_plans_keep_what_its_paper_states(p: int, n: int):
     """2504.14519, section 4.1: activations of ``(1 + 2 (p - 1) / (n v)) / p`` of a sequence on all ranks."""
@@ -241,11 +234,6 @@ def test_chronos_offloads_what_lives_longest_as_far_as_the_link_has_time(link: i
     assert made.predicted.makespan_us == pytest.approx(unit.makespan_us(without))
 
 
-def test_chronos_offloads_deep_stages_too_where_the_link_has_time_for_all():
-    made = Unit("chronos", 4, 16, link=1).with_copies()
-    assert all(share == 1 for row in made.offload_share[:7] for share in row)
-
-
 def under(cap: int, offload: bool) -> Plan:
     """Return ChronosPipe's plan of a skewed batch under a cap."""
     costs = replace(costs_of(), host_us_per_byte=1 / 25_000, host_latency_us=10.0)
@@ -268,10 +256,3 @@ def test_chronos_recomputes_what_lives_longest_next_to_copies_too(offload: bool,
     assert any(made.copies) == offload
     assert any(recomputed(made)[:4])
     assert any(recomputed(made)[4:]) == deep_too
-
-
-def test_shallow_stages_live_longest_in_a_skewed_batch_of_chronos_too():
-    found = lifetimes(under(UNLIMITED_BYTES, offload=False))
-    for rank in range(4):
-        shallow_us, deep_us = (sum(us for (at, _), us in found.items() if at == stage) for stage in (rank, rank + 4))
-        assert shallow_us > deep_us

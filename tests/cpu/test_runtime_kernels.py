@@ -56,7 +56,6 @@ def test_forward_and_backward_equal_dense_attention(name, dtype, tolerance, quer
     assert [x.dtype for x in results] == [dtype] * 4
     if has_sinks:
         results.append(sinks_gradient(grad, out, EXACT_ATTENTION.log_sums(saved), sinks))
-
     exact = [x.double().requires_grad_() for x in (q, k, v, sinks)]
     parts = []
     for i in range(len(table.segments)):

@@ -72,7 +72,6 @@ def check_slices(
         (out * factors[q]).sum().backward()
     tensors = [*inputs.values(), *weights.values()]
     expected = gradients_of(tensors)
-
     chunks = [Chunk((Segment(*part), *(Segment(*other) for other in COMPANY[at]))) for at, part in enumerate(CUTS)]
     kv_cache, outputs = SlicedKVCache(), []
     for chunk in chunks:

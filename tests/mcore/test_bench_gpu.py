@@ -30,28 +30,22 @@ def test_every_part_runs_and_its_figures_fit_together(report):
     assert list(report) == list(bench_gpu.PARTS)
     assert all("failed" not in part and part["seconds"] >= 0 for part in report.values())
     parity, slices, copies, race = (report[name] for name in ("parity", "slices", "copies", "race"))
-
     assert parity["met"], parity
     assert all(row["theirs"] > 0 for row in parity["rows"].values()), "bf16 and fp32 cannot agree to the bit"
-
     speed = slices["tokens_per_second"]
     assert slices["sliced_over_unsliced"] == pytest.approx(speed["sliced"] / speed["unsliced"])
     assert slices["losses"]["sliced"] == pytest.approx(slices["losses"]["unsliced"], rel=1e-4)
-
     free, capped = report["peaks"]["rows"].values()
     assert free["recompute_share"] == 0 < capped["recompute_share"]
     assert capped["measured_bytes"] < free["measured_bytes"]
     for row in (free, capped):
         assert row["error"] == pytest.approx(row["planned_bytes"] / row["measured_bytes"] - 1)
-
     assert copies["offload_share"] > 0
     assert copies["copies_us"] > 0
     assert 0 <= copies["hidden_share"] <= 1
-
     assert race["failures"] == {}
     assert set(race["tokens_per_second"]) == {"plans", "packed, all recomputed", "packed, 1 layers kept"}
     assert race["losses"]["plans"][:3] == pytest.approx(race["losses"]["packed, 1 layers kept"][:3], rel=1e-2)
-
     for name in ("ranks-1", "ranks-2", "ranks-4", "loops"):
         assert report[name]["met"], report[name]
 

@@ -62,7 +62,6 @@ def test_a_model_is_built_from_a_config_or_by_a_function(monkeypatch: pytest.Mon
 
 def test_a_call_is_bound_by_name_in_any_order() -> None:
     def old(model: object, data: object = None) -> None: ...
-
     def new(data: object, model: object) -> None: ...
 
     assert features.bound(old, 1, data=2).arguments == {"model": 1, "data": 2}

@@ -112,7 +112,6 @@ def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_toke
     labels, ones = torch.randint(entries, (tokens,)), torch.ones(tokens)
     rows = vocabulary_rows(entries, 4)[1]
     shard = Shard(weight[rows.start : rows.stop], rows.start, block_tokens)
-
     result = logits_pass(x, labels, shard, needs_gradient=True)
     tensors = [x, *(tensor for tensor in (result.part, result.exponentials) if tensor is not None)]
     assert sum(tensor.nbytes for tensor in tensors) == logits.takes[1][0] - logits.gives[1][0]

@@ -189,20 +189,6 @@ def test_a_divided_vocabulary_is_compared_with_planners_that_search_no_layout(ru
     assert text.count("the vocabulary over all ranks") == 1
 
 
-def test_states_of_an_optimizer_at_the_host_are_not_on_the_device(run):
-    there = "--optimizer-cpu-offload --use-precision-aware-optimizer"
-    device, host = (row_of(run(f"plan --memory {HELD} {flags}"), "static, in all") for flags in ("", there))
-    assert all(with_states > without for with_states, without in zip(device, host, strict=True))
-
-
-def test_the_smallest_cap_that_is_told_where_nothing_fits_does_and_a_smaller_one_does_not(run):
-    text = run(f"plan --memory {HELD} --memory-gb 0.02")
-    smallest = float(re.findall(r"smallest cap .*: ([0-9.]+) GiB", text)[0])
-    assert row_of(text, "cap")[0] / 1024 == pytest.approx(smallest, abs=2e-4)
-    run(f"plan {HELD} --memory-gb {smallest}")
-    assert main(shlex.split(f"plan {HELD} --memory-gb {0.99 * smallest}")) == 2
-
-
 # ---- help and progress -----------------------------------------------------------------------------------------------
 
 

@@ -304,7 +304,6 @@ def test_attention_is_not_run_again_where_that_would_cost_most():
 @pytest.mark.slow  # ten seconds of planning
 def test_four_million_tokens_are_planned_for_64_stages():
     """A sequence of 4M tokens on devices of 141 GB, eight ways each of tensor and context parallelism."""
-
     flags = load_flags("llama3-70b") | {"tensor_model_parallel_size": 8, "context_parallel_size": 8, "sequence_parallel": True}
     cluster = load_cluster("h200x8")
     profile = analytic_profile(shape_of(flags), cluster.rates)

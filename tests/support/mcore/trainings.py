@@ -38,7 +38,6 @@ def tensors(flags: Sequence[str]) -> dict[str, Any]:
     has told.
     """
     from megatron.training import training
-
     from tests.support.mcore import deep_ep_stand_in, local_hybrid, stand_ins
 
     local_hybrid.use_torch_norms()
@@ -57,7 +56,6 @@ def _keeping(train_step: Callable[..., Any], kept: dict[str, Any]) -> Callable[.
     def step(forward_step: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
         from megatron.training import get_args
-
         from megatron_epp.mcore import features
 
         number, config = len(kept["losses"]) + 1, args[2]

@@ -188,7 +188,6 @@ def forget_training() -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import global_vars
-
     from megatron_epp.mcore.iteration import sliced_run
 
     sliced_run.end()

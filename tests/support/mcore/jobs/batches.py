@@ -50,7 +50,6 @@ def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]
 def of_batches(executor, batches):
     """An executor that forgets its plan and runs those of random batches."""
     import numpy as np
-
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.mcore.costs.sources import pipeline_costs
     from megatron_epp.mcore.iteration import sliced_run

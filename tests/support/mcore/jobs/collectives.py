@@ -35,7 +35,6 @@ def note_collectives():
     """
     import torch.distributed as dist
     from megatron.training import training
-
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.training import nccl_settings
 

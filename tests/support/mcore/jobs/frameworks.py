@@ -185,7 +185,6 @@ def build(
     of_model = GPTModel
     if pattern:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
-
         from tests.support.mcore import local_hybrid, mamba_hybrid
 
         local_hybrid.use_torch_norms()
@@ -330,7 +329,6 @@ def compared(
             freeze(model, part)
     loop.batches = partial(loop.batches, pixels=pixels)
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
     import megatron_epp
     from megatron_epp.runtime.autograd.saved import SavedTensors
 
@@ -369,7 +367,6 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
     """
     loop = begin(lengths, stages)
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-
     import megatron_epp
     from megatron_epp.mcore.iteration.wrap import uninstall
 
@@ -563,7 +560,6 @@ def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
     import megatron_epp
 
     replica, count = parallel_state.get_data_parallel_rank(), len(UNEVEN)

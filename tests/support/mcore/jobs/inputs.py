@@ -177,7 +177,6 @@ def compared(
         plans: more settings of `wrap_samples`.
     """
     from megatron.core import parallel_state
-
     import megatron_epp
 
     training.load(start)
@@ -260,7 +259,6 @@ def pictures(
 def refusals() -> dict[str, str]:
     """Return what is said of samples and functions that cannot be honoured, and whether right ones train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-
     import megatron_epp
 
     model, said, right = VisionLanguage(loop.models[0]), {}, samples()

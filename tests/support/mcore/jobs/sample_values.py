@@ -64,7 +64,6 @@ def values(replicas: int = 1, tensor_parallel: int = 1, stages: int | None = Non
     """Return how far a training of a value model in slices is from one by Megatron's schedule."""
     loop = begin(LENGTHS, stages, replicas=replicas, tensor_parallel=tensor_parallel, calculate_per_token_loss=True, **settings)
     from megatron.core import parallel_state
-
     import megatron_epp
     from megatron_epp.losses import Average, ClippedValue
 
@@ -137,7 +136,6 @@ def divided_head() -> dict[str, Any]:
     """
     loop = begin(LENGTHS, tensor_parallel=2, calculate_per_token_loss=True, sequence_parallel=True)
     from megatron.core import parallel_state
-
     import megatron_epp
     from megatron_epp.features.losses.value_head import ValueHead
     from megatron_epp.losses import ClippedValue
@@ -166,7 +164,6 @@ def divided_head() -> dict[str, Any]:
 def value_refusals() -> dict[str, str]:
     """Return what is said of losses and models that do not go together, and of samples with other columns."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-
     import megatron_epp
     from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation
 

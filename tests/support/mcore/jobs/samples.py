@@ -83,7 +83,6 @@ def grpo(
         for model in loop.models:
             freeze(model, part)
     from megatron.core import parallel_state
-
     import megatron_epp
     from megatron_epp.losses import Average, ClippedRatio
 
@@ -160,7 +159,6 @@ def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[st
 def bad() -> dict[str, Any]:
     """Return what is said of samples and models that are wrong, or above a cap, and whether others train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-
     import megatron_epp
     from megatron_epp.losses import ClippedRatio, Preference
 
