@@ -532,13 +532,6 @@ def test_what_is_wrong_with_a_loss_of_ones_own_is_said_by_its_name(batch, weight
         trained_with(loss, CUTS["each whole"], samples_for(loss, batch), weight)
 
 
-def test_an_error_inside_of_a_shipped_loss_is_told_too(batch, weight, monkeypatch):
-    monkeypatch.setattr(NextToken, "columns", ())
-    loss = NextToken(weight_column="absent")
-    with pytest.raises(EppError, match=r"loss NextToken fails at .* reads absent, which is not in its columns"):
-        trained_with(loss, CUTS["each whole"], samples_for(loss, batch), weight)
-
-
 @pytest.mark.parametrize("marks", [(1.0,), (1.0, 1.0), (1.0, 0.0, 0.0), (0.5, 0.5)])
 def test_a_preference_is_of_two_samples_one_of_them_preferred(batch, marks):
     given = [batch[1] | {"group": 3, "preferred": mark, "reference_logprobs": 0.0} for mark in marks]
@@ -557,11 +550,6 @@ def test_sequences_without_trained_tokens_have_mean_0():
     rows = Rows(torch.ones(3), torch.tensor([1.0, 1.0, 0.0]), {}, None, torch.tensor([0, 0, 1]), 3)
     assert rows.means(torch.tensor([2.0, 4.0, 9.0])).tolist() == [3.0, 0.0, 0.0]
     assert rows.trained.tolist() == [1.0, 0.0, 0.0]
-
-
-def test_ratios_are_clipped_by_a_fifth_unless_said_otherwise():
-    """Schulman et al. 2017, table 3."""
-    assert (ClippedRatio().clip_low, ClippedRatio().clip_high) == (0.2, 0.2)
 
 
 def test_what_a_policy_loss_logs_is_weighed_as_its_tokens_are():

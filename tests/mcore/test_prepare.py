@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import sentencepiece
 import tokenizers
@@ -84,18 +83,6 @@ def test_jsonl_becomes_one_document_per_line_byte_for_byte(tmp_path):
     lines = jsonl(tmp_path / "in.jsonl", {"body": texts[0], "id": 1}, "", *({"body": text} for text in texts[1:]))
     prepare([lines], tmp_path / "corpus", json_key="body")
     assert documents(tmp_path / "corpus") == [[*text.encode("utf-8", "surrogatepass"), 256] for text in texts]
-
-
-def test_compressed_files_and_parquet_are_what_they_hold(tmp_path):
-    rows = [{"text": "hello"}, {"text": "gr\u00fc\u00dfe"}]
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"plain\n"))
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
-    prepare([tmp_path / name for name in ("a.txt.gz", "b.jsonl.gz", "c.parquet")], tmp_path / "corpus", append_eod=False)
-    expected = [b"plain\n", *(row["text"].encode() for row in rows * 2)]
-    assert [bytes(tokens) for tokens in documents(tmp_path / "corpus")] == expected
-    with pytest.raises(EppError, match=r"c\.parquet:1 has no text under 'body'"):
-        prepare([tmp_path / "c.parquet"], tmp_path / "corpus", json_key="body")
 
 
 def test_what_a_folder_has_besides_is_told(folder, tmp_path, caplog):

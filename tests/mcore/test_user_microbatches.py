@@ -64,6 +64,7 @@ def test_a_loss_of_the_scripts_own_runs_and_makes_megatrons_climb(tmp_path: Path
 
 def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
     from megatron_epp.mcore.iteration import schedule_call
 
     class Bridging(P2PCommunicator):

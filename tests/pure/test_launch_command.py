@@ -136,16 +136,6 @@ def test_a_secret_is_saved_for_its_owner_alone(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["command.sh", "settings.yaml", "versions.json"]
 
 
-@pytest.mark.parametrize(("environment", "is_followed"), [({}, True), ({"HF_TOKEN": "abc"}, False)], ids=["usual", "secret"])
-def test_a_link_in_the_place_of_a_file_is_followed_unless_the_file_is_private(tmp_path, environment, is_followed):
-    linked = tmp_path / "linked"
-    linked.write_text("old")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "command.sh").symlink_to(linked)
-    save_run(loaded(tmp_path, environment), ["true"])
-    assert (linked.read_text() != "old") == (tmp_path / "run" / "command.sh").is_symlink() == is_followed
-
-
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "run" / "command.sh").mkdir(parents=True)
     with pytest.raises(EppError, match=r"command\.sh.* cannot be written .*set launch\.folder"):

@@ -154,12 +154,6 @@ def fastest(given, costs, options) -> Decisions:
     return search(Replicas((given,), costs, options)).best().whole_backwards[0]
 
 
-def test_equal_arguments_take_equal_steps():
-    start = fastest(GIVEN, COSTS, OPTIONS)
-    tables = start.tables(GIVEN, COSTS)
-    assert improve(start, tables, GIVEN, OPTIONS) == improve(start, tables, GIVEN, replace(OPTIONS))
-
-
 def test_steps_are_judged_with_weight_gradients_split_off_where_that_is_asked_for():
     given, costs, options = drawn(102)
     start = fastest(given, costs, options)

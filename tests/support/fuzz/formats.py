@@ -74,7 +74,6 @@ def named(*names: str) -> str:
 
 
 def keys(*documents: object) -> set[str]:
-    """Return all keys of documents and of what is in them."""
     found: set[str] = set()
     for one in documents:
         inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
@@ -94,12 +93,10 @@ def plans() -> Sequence[bytes]:
 
 
 def sound(kind: str) -> Callable[[], Sequence[bytes]]:
-    """Return a function that makes the documents of a kind."""
     return lambda: (json.dumps(SOUND[kind]).encode(),)
 
 
 def layout() -> bytes:
-    """Return the content of a layout file."""
     return Layout((3, 5), Placement("looped", 2, 1), shards_vocabulary=True).to_json().encode()
 
 
@@ -111,12 +108,10 @@ def index(item_bytes: int = 2) -> bytes:
 
 
 def mask() -> bytes:
-    """Return a mask of as many tokens as the index has."""
     return bytes(number % 3 == 0 for number in range(NUM_TOKENS))
 
 
 def record() -> bytes:
-    """Return the content of a token record."""
     return json.dumps({"schema": "megatron-epp/tokenizer", "version": 1, **asdict(RECORD)}).encode()
 
 

@@ -101,7 +101,6 @@ def run(name: str, form: Format, numbers: range, folder: Path) -> Tally:
 
 
 def judge(form: Format, reader: str, folder: Path, origin: str, tally: Tally) -> None:
-    """Read the file of a folder and count what becomes of it."""
     path = folder / form.file
     tally.tried += 1
     try:

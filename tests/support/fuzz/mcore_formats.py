@@ -68,17 +68,14 @@ epp: {slices: 2}
 
 
 def tokens() -> bytes:
-    """Return tokens of two bytes each, all in the vocabulary."""
     return (np.arange(NUM_TOKENS) % 257).astype(np.uint16).tobytes()
 
 
 def learnt_costs() -> bytes:
-    """Return the costs that a run has learnt."""
     return json.dumps(to_state([KeptCosts(HERE, LEARNT_WITH)])).encode()
 
 
 def kept_layout() -> bytes:
-    """Return the layout that a run keeps."""
     body = {key: value for key, value in json.loads(formats.layout()).items() if key != "vocabulary"}
     return json.dumps(body | {"chosen_with": LAYOUT_FLAGS}).encode()
 
@@ -92,7 +89,6 @@ ROWS = r"given\.|no documents|no message is"
 
 @cache
 def parquet() -> tuple[bytes, ...]:
-    """Return the conversations as a table."""
     sink = io.BytesIO()
     rows = [json.loads(line) for line in CHATS.splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)

@@ -89,6 +89,7 @@ def rerun() -> Iterator[None]:
     """
     from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
     from megatron.training import get_args
+
     from tests.support.mcore.trainings import reversed_orders
 
     def is_odd(loss):
@@ -128,6 +129,7 @@ def attached() -> Iterator[None]:
     """Every chunk that Megatron has built gets what ``ATTACH`` names, kinds by module, before it is wrapped."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.utils import unwrap_model
+
     from tests.support.mcore.jobs import attachments
 
     wrap, stack = DistributedDataParallel.__init__, ExitStack()
@@ -204,6 +206,7 @@ def counted() -> Iterator[None]:
     On a CPU nothing is copied, but the calls that copy are made all the same.
     """
     from megatron.training import training
+
     from megatron_epp.runtime.upload import Uploader
 
     counts, by_iteration = Counter(), []
@@ -274,6 +277,7 @@ def collective_us(plan: Plan, action: Action) -> float:
 def given_times():
     """Times measured of vocabulary shards are replaced by given ones; what was recorded, and of which chunks, is the run's."""
     import torch.distributed as dist
+
     from megatron_epp.mcore.iteration.learn_costs import CostLearning
 
     after = CostLearning.after

@@ -200,7 +200,6 @@ class EventOverlap:
 
 
 def _gathered(x, group):
-    """Return every rank's tensor, ``[ranks, ...]``."""
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.stack(parts)

@@ -15,5 +15,4 @@ def record_figures(figures: dict[str, Any]) -> None:
 
 
 def recorded(folder: Path) -> tuple[dict[str, Any], ...]:
-    """Figures of all processes of a run, each process's in their order."""
     return tuple(json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines())

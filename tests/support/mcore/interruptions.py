@@ -61,7 +61,6 @@ class Trial:
 
 
 def trial_of(seed: int) -> Trial:
-    """Draw a trial."""
     draw = random.Random(seed)
     ranks = draw.choice((2, 4))
     iteration, in_save = draw.randint(1, ITERATIONS - 10), draw.random() < 0.4
@@ -106,7 +105,6 @@ class Starter:
         return [process for process in leftovers.alive(self._folder) if process.pid not in self._before]
 
     def ranks(self) -> list[psutil.Process]:
-        """Ranks of the training, in the order of their start."""
         return sorted(psutil.Process(self.launcher.pid).children(), key=lambda process: process.pid)
 
     def left(self) -> list[str]:
@@ -133,7 +131,6 @@ def losses(report: Path) -> dict[int, float]:
 
 
 def wait_until(happened: Callable[[], object], what: str) -> None:
-    """Raise `AssertionError` if something has not happened in time."""
     end_s = time.monotonic() + LIMIT_S
     while not happened():
         assert time.monotonic() < end_s, what
@@ -141,7 +138,6 @@ def wait_until(happened: Callable[[], object], what: str) -> None:
 
 
 def interrupt(starter: Starter, trial: Trial) -> None:
-    """Do to a running training what a trial says."""
     ranks = starter.ranks()
     assert len(ranks) == trial.ranks, ranks
     rank = ranks[trial.victim]

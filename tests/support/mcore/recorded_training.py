@@ -35,6 +35,7 @@ def main():
     with entry.errors_in_one_line():
         entry.prepare()
         from megatron.training import training
+
         from megatron_epp.mcore.model import gpt
 
         steps, digests = {}, []

@@ -94,7 +94,6 @@ def has_stand_in(flags):
 
 
 def _hybrid():
-    """Return a spec of attention, MLP, state-space and expert layers."""
     spec = local_hybrid.stack_spec
     attention = spec.submodules.attention_layer.submodules.self_attention
     plain = replace(attention, submodules=replace(attention.submodules, core_attention=PlainAttention))

@@ -38,6 +38,7 @@ def tensors(flags: Sequence[str]) -> dict[str, Any]:
     has told.
     """
     from megatron.training import training
+
     from tests.support.mcore import deep_ep_stand_in, local_hybrid, stand_ins
 
     local_hybrid.use_torch_norms()
@@ -56,6 +57,7 @@ def _keeping(train_step: Callable[..., Any], kept: dict[str, Any]) -> Callable[.
     def step(forward_step: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
         from megatron.training import get_args
+
         from megatron_epp.mcore import features
 
         number, config = len(kept["losses"]) + 1, args[2]
@@ -91,7 +93,6 @@ def reversed_orders() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _told() -> Iterator[list[str]]:
-    """Yield the list of messages that this package logs meanwhile."""
     lines: list[str] = []
     logger, handler = logging.getLogger("megatron_epp"), logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -63,7 +63,6 @@ def call(num_processes: int, function: str, *, limit_s: float = 300, fresh: bool
 
 
 def end() -> None:
-    """End the world, if there is one."""
     global _world
     world, _world = _world, None
     if world is not None:
@@ -126,7 +125,6 @@ class _World:
         return self._log.read_bytes()[start:].decode(errors="replace")[-5000:]
 
     def close(self) -> None:
-        """End the ranks."""
         for rank in self._ranks:
             rank.close()
         self._job.join()
@@ -188,6 +186,7 @@ def forget_training() -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import global_vars
+
     from megatron_epp.mcore.iteration import sliced_run
 
     sliced_run.end()

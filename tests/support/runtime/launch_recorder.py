@@ -103,8 +103,6 @@ class LaunchLog:
 
 @dataclass
 class Work:
-    """A message or a collective on its way."""
-
     log: LaunchLog
     launch: int
 
@@ -159,8 +157,6 @@ class _Actions(Recorder):
 
 
 class _Executor(Executor):
-    """Tells the log which action it performs."""
-
     log: LaunchLog
 
     def perform(self, action, handler):

@@ -34,7 +34,6 @@ class RandomText(MemoryDataset):
 
 
 def batch_of(plan):
-    """The batch a plan was made for, in random tokens."""
     return GlobalBatch(
         indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
     )
@@ -148,7 +147,6 @@ class PlainStage:
         return {name: p.grad for name, p in self.part.named_parameters()}
 
     def arrays(self):
-        """Gradients that another process can take."""
         return {name: None if grad is None else grad.numpy() for name, grad in self.gradients().items()}
 
 
@@ -170,8 +168,6 @@ def whole_run(plan, num_layers, dtype=torch.float32):
 
 @dataclass(frozen=True)
 class StageResult:
-    """State that a run left in one stage."""
-
     gradients: dict[str, np.ndarray | None]
     loss: float
     calls: list[str]

@@ -119,6 +119,7 @@ def _alone(symbol, whole):
 
     if symbol == "M":
         from megatron.core.ssm import mamba_mixer
+
         from tests.support.mcore import mamba_hybrid, mamba_stand_in
 
         mamba_mixer.mamba_split_conv1d_scan_combined, mamba_stand_in.RMSNorm.forward = scanned, group_normed
@@ -137,6 +138,7 @@ def _with_delta_net(attention_norm):
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
+
     from tests.support.mcore import fla_stand_in
 
     fla_stand_in.install(l2norm=normalized, causal_conv1d=convolved, chunk_gated_delta_rule=ruled)
@@ -199,6 +201,7 @@ def built(args, tokens):
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import build_module
     from megatron.training.arguments import core_transformer_config_from_args
+
     from megatron_epp.mcore.model.kinds.gated_delta import GATED_DELTA
     from megatron_epp.mcore.model.kinds.state_space import STATE_SPACE
 

@@ -228,6 +228,7 @@ def of_microbatches() -> tuple[float, str]:
     """Return how far microbatches by a plan are from Megatron's with a hook on a layer, and what is said of a `forward`."""
     loop = begin(LENGTHS)
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
     import megatron_epp
 
     schedule, layer = megatron_epp.wrap(), loop.models[0].decoder.layers[1]

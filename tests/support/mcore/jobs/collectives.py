@@ -35,6 +35,7 @@ def note_collectives():
     """
     import torch.distributed as dist
     from megatron.training import training
+
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.training import nccl_settings
 

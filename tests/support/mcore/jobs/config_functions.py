@@ -23,6 +23,7 @@ def honoured(stages: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
     loop = begin(lengths, stages)
     without_training()
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
     import megatron_epp
 
     config = loop.models[0].config

@@ -58,6 +58,7 @@ def labels(flags: list[str]) -> list[tuple[int, int, float, int]]:
 def multiplied(flags: list[str]) -> dict[str, list[int]]:
     """Return the tokens of every chunk that count in the loss, all of every chunk, and those that pass the output layer."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
     from megatron_epp.runtime.loss import token_blocks
 
     counts = record_consumed(lambda arrays: (int(arrays.loss_mask.sum()), len(arrays.tokens)))

@@ -17,6 +17,7 @@ def run(cases):
 def _compared(sizes, flags):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     from megatron_epp.tools.formulas.library import shape_of
     from tests.mcore.test_refusals import arguments
 

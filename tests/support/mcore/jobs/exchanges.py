@@ -11,6 +11,7 @@ def buffers(sizes: Sequence[Sequence[int]], spare: Sequence[Sequence[int]]) -> d
     """Return what each dispatcher allocates for chunks of so many tokens and so many spare bytes, by iteration and rank."""
     from megatron.core import mpu
     from megatron.core.transformer.moe import fused_a2a
+
     from megatron_epp.features.exchanges.exchange_buffer import ExchangeBuffer
     from tests.support.mcore import deep_ep_stand_in
 

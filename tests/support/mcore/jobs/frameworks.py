@@ -45,7 +45,6 @@ class Loop:
     forward_step: Callable[..., Any]
 
     def call(self, schedule: Schedule, **changes: Any) -> Any:
-        """Return what a schedule returns, with changes to its arguments."""
         several = len(self.models) > 1
         arguments = {
             "forward_step_func": self.forward_step,
@@ -72,7 +71,6 @@ def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """Return what a call is refused with; empty if it is not."""
     from megatron_epp.plan import EppError
 
     try:
@@ -185,6 +183,7 @@ def build(
     of_model = GPTModel
     if pattern:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
+
         from tests.support.mcore import local_hybrid, mamba_hybrid
 
         local_hybrid.use_torch_norms()
@@ -254,7 +253,6 @@ def batches(lengths: Sequence[int], seed: int = 5, pixels: int = 0) -> Iterator[
 
 
 def outputs(model: Any, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-    """Return what a model makes of a sequence of tokens."""
     length = tokens.shape[1]
     mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
     return model(tokens, torch.arange(length)[None], mask, labels=labels)
@@ -329,6 +327,7 @@ def compared(
             freeze(model, part)
     loop.batches = partial(loop.batches, pixels=pixels)
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
     import megatron_epp
     from megatron_epp.runtime.autograd.saved import SavedTensors
 
@@ -367,6 +366,7 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
     """
     loop = begin(lengths, stages)
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
     import megatron_epp
     from megatron_epp.mcore.iteration.wrap import uninstall
 
@@ -517,7 +517,6 @@ def too_long(item: Batch) -> list[int]:
 
 
 def longer_on_rank_1(own: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
-    """Yield microbatches, of which the second is longer on rank 1."""
     for number, batch in enumerate(own()):
         longer = number == 1 and dist.get_rank() == 1
         yield {name: torch.cat([one, one], dim=-1) for name, one in batch.items()} if longer else batch
@@ -560,6 +559,7 @@ def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
     import megatron_epp
 
     replica, count = parallel_state.get_data_parallel_rank(), len(UNEVEN)
@@ -609,7 +609,6 @@ def stepped(
 
 
 def reduced(model: Any, replica: int) -> Tensor:
-    """Return the reduced gradients of this rank."""
     sharded, found = model.ddp_config.use_distributed_optimizer, []
     for buffer in model.buffers:
         for bucket in buffer.buckets:

@@ -95,7 +95,6 @@ def merged(rows: Tensor, pictures: Any) -> Tensor:
 
 
 def inputs(chunk: Any) -> Tensor:
-    """Make the rows of a chunk."""
     assert all((chunk.tokens[0, span.start : span.start + span.num_tokens] == PICTURE).all() for span in chunk.spans)
     rows = chunk.embedded()
     if chunk.columns:
@@ -138,7 +137,6 @@ def samples(axes: int = 1) -> list[dict[str, Any]]:
 
 
 def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run a sample whole."""
     sample = next(data)
     tokens, mask = sample["tokens"][None], sample["trained"][1:].float()
     positions = torch.arange(tokens.shape[1] - 1)[None]
@@ -177,6 +175,7 @@ def compared(
         plans: more settings of `wrap_samples`.
     """
     from megatron.core import parallel_state
+
     import megatron_epp
 
     training.load(start)

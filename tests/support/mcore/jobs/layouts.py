@@ -79,7 +79,6 @@ def handed_on(folder: Path, flags: str, parts: Sequence[tuple[str, int]]) -> dic
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint by their keys."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -106,6 +105,7 @@ def masks() -> dict[str, Any]:
     """Run a layer with hidden dropout, and its halves one after the other, from the same random state."""
     load_megatron()
     import tempfile
+
     import torch
     import torch.distributed as dist
     from megatron.core import mpu
@@ -113,6 +113,7 @@ def masks() -> dict[str, Any]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     from megatron_epp.mcore.model.half_layers import ATTENTION, MLP, without
 
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)

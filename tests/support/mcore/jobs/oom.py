@@ -55,6 +55,7 @@ def out_of_memory(really: bool, limits: Path) -> Iterator[None]:
     limits of the run's process groups to a file, whether memory runs out or not.
     """
     import torch
+
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.stage import MegatronStage
 
@@ -80,6 +81,7 @@ def out_of_memory(really: bool, limits: Path) -> Iterator[None]:
 def limits_of(run: Any) -> dict[str, float]:
     """In seconds, by the name of each process group of a run."""
     import torch
+
     from megatron_epp.runtime.links.objects import ObjectGroup
 
     held = {name: getattr(run.links, name) for name in type(run.links).__slots__} | vars(run)

@@ -62,7 +62,6 @@ RUNS = {
 
 
 def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Run everything, or only what is named."""
     common = flags_of(folder, 1, 64, 2)
     from megatron_epp.mcore.iteration import run_plan as schedule
     from scripts.parity.cells import MODELS
@@ -81,6 +80,7 @@ def by_levels(executor):
     """An executor that runs a plan without recompute, then with every level, and compares gradients."""
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
     from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
@@ -204,6 +204,5 @@ def with_copies(plan, share):
 
 
 def with_kv_offload(plan):
-    """The plan with keys and values of all slices in host memory."""
     pairs = ((stage, sequence) for stage in range(plan.num_stages) for sequence in slices_of(plan))
     return replace(plan, kv_offload=tuple(KVOffload(*pair, 0, 0) for pair in pairs))

@@ -29,6 +29,7 @@ def shared_experts() -> list[dict[str, Any]]:
     loop = begin(UNLIKE[0], 2, replicas=2, expert_parallel=2, num_experts=4, moe_router_topk=2, add_bias_linear=False)
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
     import megatron_epp
 
     replica = parallel_state.get_data_parallel_rank()
@@ -84,6 +85,7 @@ def read_by_get_next(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     """
     loop = begin(lengths, stages)
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
     from megatron_epp.callers import VARIABLE, slime
 
     for model in loop.models:
@@ -167,6 +169,7 @@ def of_processed(lengths: Sequence[int]) -> dict[str, Any]:
     """
     loop = begin(lengths)
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
     import megatron_epp
 
     (model,), ran = loop.models, list[int]()

@@ -30,6 +30,7 @@ def known() -> dict[str, object]:
     """Return the release, and what of it the package does not know."""
     import megatron.training  # the patched file applies our patches
     from megatron.core.pipeline_parallel import schedules
+
     from megatron_epp.mcore import features
     from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
     from megatron_epp.mcore.patches import fingerprints, install, patching

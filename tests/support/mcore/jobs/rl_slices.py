@@ -101,12 +101,10 @@ class Updates:
         return float(verl.from_last_stage(loss))
 
     def sliced(self, train: Any) -> float:
-        """Update in slices; return the loss."""
         self.model.zero_grad_buffer()
         return float(train(model=self.model, samples=self.columns).means[self.loss.name])
 
     def gradients(self) -> Tensor:
-        """Copy this rank's gradients."""
         return torch.cat([parameter.main_grad.flatten() for parameter in self.model.parameters()])
 
 

@@ -76,6 +76,7 @@ def replayed(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     settings = {"moe_router_topk": 2, "moe_ffn_hidden_size": 32, "add_bias_linear": False, "moe_enable_routing_replay": True}
     loop = begin(lengths, stages, num_experts=EXPERTS, moe_router_load_balancing_type="none", **settings)
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
     import megatron_epp
 
     replay, stock = Replay(loop), get_forward_backward_func()
@@ -97,7 +98,6 @@ def replayed(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def plan_of(schedule: Any) -> Any:
-    """Return the plan that a schedule has run last."""
     return schedule._runs[0]._last[1].plan
 
 

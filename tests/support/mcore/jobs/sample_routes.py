@@ -98,6 +98,7 @@ def replayed(
     """
     loop = begin(LENGTHS, stages, replicas=replicas, **MODEL | settings)
     from megatron.core import parallel_state
+
     import megatron_epp
 
     numbers = [router.layer_number for router in chain.from_iterable(map(routers, loop.models))]

@@ -64,6 +64,7 @@ def values(replicas: int = 1, tensor_parallel: int = 1, stages: int | None = Non
     """Return how far a training of a value model in slices is from one by Megatron's schedule."""
     loop = begin(LENGTHS, stages, replicas=replicas, tensor_parallel=tensor_parallel, calculate_per_token_loss=True, **settings)
     from megatron.core import parallel_state
+
     import megatron_epp
     from megatron_epp.losses import Average, ClippedValue
 
@@ -136,6 +137,7 @@ def divided_head() -> dict[str, Any]:
     """
     loop = begin(LENGTHS, tensor_parallel=2, calculate_per_token_loss=True, sequence_parallel=True)
     from megatron.core import parallel_state
+
     import megatron_epp
     from megatron_epp.features.losses.value_head import ValueHead
     from megatron_epp.losses import ClippedValue

@@ -83,6 +83,7 @@ def grpo(
         for model in loop.models:
             freeze(model, part)
     from megatron.core import parallel_state
+
     import megatron_epp
     from megatron_epp.losses import Average, ClippedRatio
 

@@ -59,6 +59,7 @@ CASES = {
 def run(data: str, name: str) -> dict[str, Any]:
     entry.prepare()
     from megatron.training import training
+
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model import gpt
 

@@ -37,6 +37,7 @@ def run():
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
     import megatron_epp
 
     parallel_state.initialize_model_parallel()
@@ -51,7 +52,6 @@ def run():
 
 
 def build(**settings):
-    """A model from one seed."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
@@ -110,6 +110,7 @@ def forward_step(data_iterator, model):
 def called(schedule, model):
     """Gradients of one call, and the state that it left."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
     from megatron_epp.mcore.features import logged_router_losses
 
     model.zero_grad()

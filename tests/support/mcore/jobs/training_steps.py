@@ -59,6 +59,7 @@ def compared(trainer: Trainer, batches: Sequence[Sequence[dict[str, Any]]]) -> d
     microbatches in the order in which both ran them; whether plans had been installed; and whether the rank reports losses.
     """
     from megatron.core import parallel_state
+
     from megatron_epp.mcore.iteration.wrap import _installed, uninstall
 
     was_installed = bool(_installed)
@@ -306,6 +307,7 @@ def bridge(stages: int, expert_parallel: int = 1, has_adapters: bool = False) ->
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
+
     import megatron_epp.callers.plugin  # noqa: F401 - as in a script that trains
 
     replica, replicas = replica_of_all()

@@ -41,6 +41,7 @@ def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
     engine.optimizer = verl.GradientsKept()
     order = noted(engine)
     from megatron.core import parallel_state
+
     from megatron_epp.mcore.iteration.wrap import _installed, uninstall
 
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
