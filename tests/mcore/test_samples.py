@@ -1,9 +1,7 @@
 """A program with a loop of its own trains samples in slices, and its model is as before outside of them."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -226,23 +224,3 @@ def test_losses_and_models_that_do_not_go_together_are_refused_on_every_rank():
     for one in of_ranks(job(2, "sample_values:value_refusals")):
         assert one.keys() == APART.keys()
         assert {name: said for name, said in one.items() if APART[name] not in said} == {}
-
-
-def assert_equal_training_within_the_cap(ranks: Sequence[dict[str, Any]], said: str) -> None:
-    """Assert equal updates, the cap that only slices and full recompute keep to, and that the framework refuses the longest
-    sample with half the token budget.
-    """
-    assert len(ranks) == 2
-    for rank in ranks:
-        assert rank["gradients"] < TOLERANCE
-        whole, in_slices = rank["losses"]
-        assert in_slices == pytest.approx(whole, rel=TOLERANCE)
-        every, fewer, none = rank["held_bytes"].values()
-        assert rank["sliced_bytes"] <= rank["cap_bytes"]
-        assert every <= rank["cap_bytes"] < fewer < none
-        assert said in rank["refusal"]
-
-
-def test_an_update_in_slices_equals_one_of_whole_microbatches_and_keeps_to_a_cap_that_they_exceed() -> None:
-    ranks = of_ranks(job(2, "rl_slices:updated", has_verl=False))
-    assert_equal_training_within_the_cap(ranks, "a sample has 512 tokens, a microbatch at most 256")
