@@ -28,12 +28,9 @@ from tests.support.failing_disk import swept
 PAIR = ["corpus.bin", "corpus.idx", "corpus.tokenizer.json"]
 # In sorted order of path: with what must not matter (hidden, nested, spaces) and what must survive (any byte, CRLF, no newline)
 FILES = {
-    ".hidden.txt": b"dot",
-    "B.txt": "f\u00fcr alle \U0001f600\n".encode(),
-    "a.txt": bytes(range(256)),
-    "deep/er/c.txt": b"x\r\ny",
-    "deep/spaced name.txt": b"z" * 70_000,
-}
+    ".hidden.txt": b"dot", "B.txt": "f\u00fcr alle \U0001f600\n".encode(), "a.txt": bytes(range(256)),
+    "deep/er/c.txt": b"x\r\ny", "deep/spaced name.txt": b"z" * 70_000,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -30,13 +30,9 @@ DELTA = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,
 }  # fmt: skip
 FLEX = {
-    "replicas": 2,
-    "expert_parallel": 2,
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "add_bias_linear": False,
+    "replicas": 2, "expert_parallel": 2, "num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False,
     "moe_token_dispatcher_type": "flex",
-}
+}  # fmt: skip
 MAMBA = {"pattern": "M*|M-", "mamba_num_heads": 4, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_state_dim": 6}
 LAYOUTS = [
     pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas", marks=SLOW),  # by default with experts

@@ -276,14 +276,10 @@ def arguments_of(*flags, **values):
 @pytest.mark.parametrize(
     ("chosen", "name"),
     [
-        (kernels.TRANSFORMER_ENGINE, CUDNN),
-        (kernels.FLASH_ATTN_3, FLASH_3),
-        (kernels.FLASH_ATTN, FLASH_2),
-        (kernels.TORCH_FLASH, FLASH_2),
-        (kernels.EXACT_ATTENTION, ""),
-        (None, ""),
+        (kernels.TRANSFORMER_ENGINE, CUDNN), (kernels.FLASH_ATTN_3, FLASH_3), (kernels.FLASH_ATTN, FLASH_2),
+        (kernels.TORCH_FLASH, FLASH_2), (kernels.EXACT_ATTENTION, ""), (None, ""),
     ],
-)
+)  # fmt: skip
 def test_times_are_of_the_attention_kernel_that_the_run_takes(monkeypatch, chosen, name):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

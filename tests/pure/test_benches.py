@@ -54,16 +54,11 @@ def check_rl(rows: Rows) -> None:
 
 
 BENCHES: dict[str, tuple[str, Callable[[Rows], None] | None]] = {
-    "orders.orders": ("--reduced", check_orders),
-    "rl.__main__": ("--reduced", check_rl),
-    "exact": ("--ranks 3 --limit-s 20", None),
-    "orders.groups": ("--reduced", None),
-    "defaults": ("--reduced", None),
-    "lockstep": ("--reduced", None),
-    "long": ("--stages 4 --cap-gb 20 --contexts 32 64", None),
-    "memory": ("--reduced", None),
+    "orders.orders": ("--reduced", check_orders), "rl.__main__": ("--reduced", check_rl),
+    "exact": ("--ranks 3 --limit-s 20", None), "orders.groups": ("--reduced", None), "defaults": ("--reduced", None),
+    "lockstep": ("--reduced", None), "long": ("--stages 4 --cap-gb 20 --contexts 32 64", None), "memory": ("--reduced", None),
     "planner.__main__": ("--reduced --jobs 1", None),
-}
+}  # fmt: skip
 """Arguments of each, and what its figures must be; what plans of the others are is tested with their planners."""
 
 

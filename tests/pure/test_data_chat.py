@@ -140,13 +140,10 @@ OFF, ON = {"weight": 0}, {"weight": 1.0, "train": True}
 @pytest.mark.parametrize(
     ("switches", "runs"),
     [
-        ([{}, {}, {}, {}, {}], ["cd.", "fgh."]),
-        ([OFF, {"train": False}, ON, {"train": None}, ON], ["cd.", "fgh."]),
-        ([{}, {}, OFF, {}, {}], ["fgh."]),
-        ([{}, {}, {}, {}, {"train": False}], ["cd."]),
-        ([{}, {}, ON | OFF, {}, OFF], []),
+        ([{}, {}, {}, {}, {}], ["cd.", "fgh."]), ([OFF, {"train": False}, ON, {"train": None}, ON], ["cd.", "fgh."]),
+        ([{}, {}, OFF, {}, {}], ["fgh."]), ([{}, {}, {}, {}, {"train": False}], ["cd."]), ([{}, {}, ON | OFF, {}, OFF], []),
     ],
-)
+)  # fmt: skip
 def test_messages_that_are_switched_off_are_not_trained_and_no_template_gets_the_switches(switches, runs):
     def checking(messages, prompted):
         assert all(one.keys() == {"role", "content"} for one in messages)

@@ -231,20 +231,13 @@ def test_recompute_is_a_share_of_compute_and_of_its_backward():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (format_bytes(0), "0.00 B"),
-        (format_bytes(1536), "1.50 KiB"),
-        (format_bytes(80 * 2**30), "80.00 GiB"),
-        (format_cap(UNLIMITED_BYTES), "unlimited"),
-        (format_cap(80 * 2**30), "80.00 GiB"),
-        (format_us(812.5), "812.5 us"),
-        (format_us(12345.6), "12.35 ms"),
-        (format_us(3.21e6), "3.210 s"),
-        (clip("abcdef", 4), "abc…"),
-        (clip("abcd", 4), "abcd"),
-        (clip("abcdef", None), "abcdef"),
+        (format_bytes(0), "0.00 B"), (format_bytes(1536), "1.50 KiB"), (format_bytes(80 * 2**30), "80.00 GiB"),
+        (format_cap(UNLIMITED_BYTES), "unlimited"), (format_cap(80 * 2**30), "80.00 GiB"), (format_us(812.5), "812.5 us"),
+        (format_us(12345.6), "12.35 ms"), (format_us(3.21e6), "3.210 s"), (clip("abcdef", 4), "abc…"),
+        (clip("abcd", 4), "abcd"), (clip("abcdef", None), "abcdef"),
         (main_items({"few": 1, "most": 4, "least": 0, "some": 2}), "4.00 B most, 2.00 B some, 1.00 B few"),
     ],
-)
+)  # fmt: skip
 def test_numbers_read_well(text, expected):
     assert text == expected
 

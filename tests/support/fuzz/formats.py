@@ -55,14 +55,10 @@ NUM_TOKENS = int(LENGTHS.sum())
 RECORD = TokenRecord(Tokenizer("NullTokenizer", "bytes", 257, 256, None), "--vocab-size 257", 4, NUM_TOKENS, 256)
 BATCH = ("--lengths", "300,200", "--stages", "2")
 OPTIONAL = {
-    "kv_offload": [[0, 0]],
-    "host_links": [0, 0],
-    "host_cap_bytes": [10**12, 10**12],
-    "message_bytes": [0, 0],
-    "half_layers": [4, 4],
-    "loss_groups": [[0, 1]],
+    "kv_offload": [[0, 0]], "host_links": [0, 0], "host_cap_bytes": [10**12, 10**12], "message_bytes": [0, 0],
+    "half_layers": [4, 4], "loss_groups": [[0, 1]],
     "context_groups": {"num_ranks": 1, "of_chunk": [[[0, 1, [0]]]], "rank_tokens": [1]},
-}
+}  # fmt: skip
 """Fields that a plan may have, which need not go with its others."""
 ALL = r"line \d|row \d|column \d|position \d|char \d|bytes|is empty|larger than|nested|schema|version"
 """Pattern of where a fault is in any text, or of what is wrong with a file as a whole."""

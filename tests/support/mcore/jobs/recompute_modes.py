@@ -17,12 +17,9 @@ from megatron_epp.plan.kv_offload import slices_of
 from tests.support.mcore.jobs.common import flags_of, written
 
 RECOMPUTE_MODES = {
-    "whole": Recompute(full=8),
-    "linear": Recompute(selective=8),
-    "mlp": Recompute(mlp=8),
-    "each": Recompute(1, 1, 1),
+    "whole": Recompute(full=8), "linear": Recompute(selective=8), "mlp": Recompute(mlp=8), "each": Recompute(1, 1, 1),
     "two": Recompute(0, 1, 8),
-}
+}  # fmt: skip
 """By name; more layers than there are stand for all."""
 OFFLOADS = {
     "0.3 away": (Recompute(), 0.3),

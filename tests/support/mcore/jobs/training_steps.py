@@ -167,18 +167,10 @@ def with_swifts_adapters(model: Any) -> None:
 
 
 OF_ADAPTERS = {
-    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
-    "modules_to_save": [],
-    "task_type": "causal_lm",
-    "lora_rank": 4,
-    "lora_alpha": 8,
-    "lora_dropout": 0.0,
-    "lora_bias": "none",
-    "lora_dtype": None,
-    "use_rslora": False,
-    "mcore_ref_adapter": None,
-    "ref_adapters": [],
-}
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "modules_to_save": [],
+    "task_type": "causal_lm", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_bias": "none", "lora_dtype": None,
+    "use_rslora": False, "mcore_ref_adapter": None, "ref_adapters": [],
+}  # fmt: skip
 """Settings of ms-swift's adapters."""
 
 
