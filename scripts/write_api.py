@@ -39,8 +39,8 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "plan/problem.py": ("megatron_epp.planner.Problem", "megatron_epp.planner.Options"),
         "tools/formulas/analytic.py": ("megatron_epp.tools.formulas.analytic_costs",),
         "tools/formulas/library.py": ("megatron_epp.tools.formulas.library.load_costs",),
-        "plan/check/__init__.py": ("megatron_epp.plan.check",),
-        "plan/simulate.py": ("megatron_epp.plan.simulate",),
+        "plan/proof/__init__.py": ("megatron_epp.plan.check",),
+        "plan/simulation.py": ("megatron_epp.plan.simulate",),
         "plan/serialize.py": ("megatron_epp.plan.save", "megatron_epp.plan.load"),
     },
 }

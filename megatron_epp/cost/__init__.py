@@ -1,24 +1,16 @@
 """Time and memory of every action: the cost model and the sources of its coefficients."""
 
-from megatron_epp.cost.blocks import BlockCosts, StageCosts
-from megatron_epp.cost.memory import Static
-from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.optimizer import OptimizerBytes
-from megatron_epp.cost.work import ChunkWork, LinearTime, ModeCosts, causal_pairs, work_of
+from typing import TYPE_CHECKING, Any
 
-Costs = PipelineCosts
-"""Costs as the planners know them."""
+if TYPE_CHECKING:
+    from megatron_epp.cost.model import Costs
 
-__all__ = [
-    "BlockCosts",
-    "ChunkWork",
-    "Costs",
-    "LinearTime",
-    "ModeCosts",
-    "OptimizerBytes",
-    "PipelineCosts",
-    "StageCosts",
-    "Static",
-    "causal_pairs",
-    "work_of",
-]
+__all__ = ["Costs"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Costs":  # a training rank reads constants of this package, and no costs
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from megatron_epp.cost import model
+
+    return model.Costs

@@ -15,6 +15,10 @@ from megatron_epp.plan.reading import brief, brief_text
 SCHEMA = "megatron-epp/learnt-costs"
 FILE_NAME = "epp_learnt_costs.json"
 """File in a folder of checkpoints."""
+WARM_UP = 1
+"""Iterations that are not recorded: kernels are chosen and buffers allocated in them."""
+RECORDED = 3
+"""Iterations whose times costs are fitted to: as many as grains that the planner is asked for in them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,3 +388,7 @@ def _check(costs: PipelineCosts) -> None:
         raise EppError("stages is empty: a pipeline has one stage at least")
     for number, stage in enumerate(costs.stages):
         check_stage(stage, f"stages[{number}]")
+
+
+Costs = PipelineCosts
+"""Costs as the planners know them."""

@@ -1,4 +1,4 @@
-"""Features: what a run can do besides slices. The core knows the protocols here and the table, and imports no feature.
+"""Features: what a run can do besides slices. The core knows this table, and imports no feature.
 
 A rank imports the functions that a feature's row in `FEATURES` names if the run wants it.
 """
@@ -6,89 +6,72 @@ A rank imports the functions that a feature's row in `FEATURES` names if the run
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_epp.plan.planners import PLANNERS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_epp.cost import PipelineCosts
-    from megatron_epp.data.batch import GlobalBatch
-    from megatron_epp.plan import Op, Plan
+from megatron_epp.plan.problem import Options, Problem
 
 
 class Asked(NamedTuple):
-    """Wishes of a user: flags, and a loss of theirs."""
+    """Wishes of a user: flags, a loss of theirs, and whether chunks are microbatches of theirs, which run whole."""
 
     args: Namespace
     loss: Any = None
+    whole: bool = False
 
 
-class RunFeature:
-    """A feature in one rank's run. Every rank of the job calls these methods in the order of the table."""
-
-    rows_of: Callable[[Tensor], Tensor | None] | None = None
-    """Function from a loss mask ``[tokens]`` on the CPU to the tokens that pass the output layer (None: all), on a rank that
-    needs labels for the feature."""
-    adds_gradients = False
-    """True if the first stage's gradients are complete only behind its last backward."""
-
-    def allocate(self) -> None:
-        """Allocate memory that caps must count, before they are settled."""
-
-    def measuring(self) -> AbstractContextManager[None]:
-        """Return a context in which the rank's stages run alone, while costs are measured."""
-        return nullcontext()
-
-    def settled(self, costs: PipelineCosts) -> None:
-        """Prepare what depends on costs."""
-
-    def before(self, batch: GlobalBatch) -> None:
-        """Prepare an iteration."""
-
-    def running(
-        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any
-    ) -> AbstractContextManager[Mapping[Op, Any]]:
-        """Return a context around an iteration's actions, with the handlers of the feature's own operations.
-
-        `inputs` are a chunk's, as stages get them; None if chunks are a caller's microbatches. `reduction` is of gradients.
-        """
-        return nullcontext({})
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the feature holds on the device for chunks in flight."""
-        return 0
+def _never(*asked: Any) -> bool:
+    del asked
+    return False
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row. Targets are ``module:function``.
+    """A row, of what a run can do, of what the planner can, or of both. Targets are ``module:function``.
 
     Attributes:
         gain: a figure with its command or page, or the models that need the feature.
-        wanted: reads what a user asked for, and imports nothing.
+        wanted: reads what a user asked of a run, and imports nothing of the feature; `planned` what a planner is asked.
         adopt: from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it.
+        built: from all model chunks that another program has built for a rank, and flags, of which it settles what is left
+            open; changes the chunks. A collective call of all ranks.
         head: from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made.
+        orders: from a problem to the orders that a search tries (`planner.settings.Orders`).
+        candidates: candidates (`planner.candidates`) with copies, if a recipe has some.
+        search: walks on behind a search, from its candidates, its best and the fastest free of caps.
+        fit: from an order, the same with whole backwards, tables and a problem to copies under the caps, or None.
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
     """
 
     name: str
     gain: str
-    wanted: Callable[[Asked], bool]
+    wanted: Callable[[Asked], bool] = _never
+    planned: Callable[[Problem, Options], bool] = _never
     adopt: str = ""
+    built: str = ""
     head: str = ""
     run: str = ""
+    orders: str = ""
+    candidates: str = ""
+    search: str = ""
+    fit: str = ""
 
 
 def _joins(args: Namespace) -> bool:
     entry = PLANNERS.entry(getattr(args, "epp_planner", "greedy"))
     return entry is not None and entry.joins
+
+
+def _by_plans(asked: Asked) -> bool:
+    return asked.whole or getattr(asked.args, "epp_schedule", "stock") == "elastic"
+
+
+def _splits(args: Namespace) -> bool:
+    """Return True also for ``auto``, which is settled before documents train, and by `built` for a program's models."""
+    return getattr(args, "epp_split_weight_gradient", False) in (True, "on", "auto") and args.epp_schedule == "elastic"
 
 
 _HERE = "megatron_epp.features."
@@ -110,6 +93,25 @@ FEATURES = (
         run=f"{_HERE}vocabulary.rank_vocabulary:rank_vocabulary",
     ),
     Feature(
+        "split weight gradients",
+        "3.7 % less time: megatron-epp plan --split-weight on --model llama3-8b --cluster h100x8 --stages 4 --layout even "
+        "--vocab-parallel off --lengths 32768,16384,8192,8192,4096,4096,2048,2048",
+        wanted=lambda asked: _splits(asked.args),
+        adopt=f"{_HERE}split_weights.linear_layers:split_weight_gradients",
+        built=f"{_HERE}split_weights.linear_layers:split_built",
+        run=f"{_HERE}split_weights.linear_layers:SplitWeights",
+    ),
+    Feature(
+        "offload",
+        "longest context of an 8B model on 8 GPUs 512K -> 2,048K: python -m scripts.bench.long --longest",
+        wanted=lambda asked: resolve_name("megatron_epp.mcore.training.caps:offloads")(asked.args),
+        run=f"{_HERE}offload.rank_offload:RankOffload",
+        planned=lambda problem, options: options.offload,
+        candidates=f"{_HERE}copies.copied:copied",
+        search=f"{_HERE}copies.copied:with_copies",
+        fit=f"{_HERE}copies.fit_copies:copied_to_fit",
+    ),
+    Feature(
         "steps of two actions",
         "17 % less time at TP 8, 3 % at TP 2, by formula: docs/schedules.md, stp",
         wanted=lambda asked: getattr(asked.args, "epp_overlap_exchanges", False) or _joins(asked.args),
@@ -127,12 +129,37 @@ FEATURES = (
         wanted=lambda asked: getattr(asked.args, "epp_warm_up", "off") != "off",
         run=f"{_HERE}warm_up.kernel_warm_up:attention_warm_up",
     ),
+    Feature(
+        "learnt costs",
+        "planned over measured time 0.96 to 0.98, by formula 0.73 to 0.80: docs/comparison.md; needed by whole microbatches",
+        wanted=lambda asked: asked.whole or (_by_plans(asked) and asked.args.epp_costs == "learn"),
+        run=f"{_HERE}learnt_costs.learn_costs:CostLearning",
+    ),
+    Feature(
+        "slow stages",
+        "a rank that takes 1.25 times its planned time, for which all others wait, is named: docs/troubleshooting.md",
+        wanted=lambda asked: asked.whole or (_by_plans(asked) and asked.args.epp_costs != "analytic"),
+        run=f"{_HERE}slow_stages.stage_watch:stage_watch",
+    ),
+    Feature(
+        "several stages per rank",
+        "1.307 -> 1.298 s: megatron-epp plan for the first batch of docs/comparison.md, --layout 8,8,8,8 and auto",
+        planned=lambda problem, options: not problem.has_one_stage_per_rank,
+        orders=f"{_HERE}stages.stage_orders:orders_of",
+    ),
 )
 """All features, in the order in which every rank asks them."""
 
 
 def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a kind (`adopt`, `head`, `run`) of the features that are wanted."""
+    """Yield the functions of a kind (`adopt`, `built`, `head`, `run`) of the features that are wanted."""
     for feature in FEATURES:
         if (target := getattr(feature, kind)) and feature.wanted(asked):
+            yield resolve_name(target)
+
+
+def plan_targets(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a kind (`orders`, `candidates`, `search`, `fit`) of the features that a planner is asked for."""
+    for feature in FEATURES:
+        if (target := getattr(feature, kind)) and feature.planned(problem, options):
             yield resolve_name(target)

@@ -151,7 +151,8 @@ def _stand_in_for_compilation() -> None:
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """Return the patches of Megatron itself; apply them after `activate`, and only if that returned True."""
+    """Return the patches of Megatron itself, for machines without a GPU, where this also calls `activate`."""
+    activate()
     return (
         Patch(
             "megatron.core.tensor_parallel.random:_set_cuda_rng_state",

@@ -7,18 +7,47 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import NamedTuple
+
+import torch
 
 from megatron_epp.launch import lifetime
 from megatron_epp.launch.script_flags import TrainingParser
-from megatron_epp.mcore import cpu, features
+from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.arguments.yaml_cfg import take_yaml
-from megatron_epp.mcore.patches import environment, fingerprints, install, patching
+from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
+
+
+def _lacks_gpu() -> bool:
+    return not torch.cuda.is_available()
+
+
+def _lacks_packages() -> bool:
+    needed = "apex", "transformer_engine", "fused_weight_gradient_mlp_cuda", "scaled_masked_softmax_cuda"
+    return any(find_spec(package) is None for package in needed)
+
+
+_PATCHES = "megatron_epp.mcore.patches."
+SETS: tuple[tuple[Callable[[], bool], str], ...] = (
+    # Ahead of any import of Megatron, whose functions are decorated with torch.compile when they are imported.
+    (_lacks_gpu, "megatron_epp.mcore.cpu:patches"),
+    (lambda: True, f"{_PATCHES}install:patches"),
+    # Around those: the flags that they check ask for what is installed.
+    (_lacks_packages, f"{_PATCHES}environment:patches"),
+    (lambda: True, f"{_PATCHES}every_run:patches"),
+)
+"""Sets of patches in the order in which they are applied: whether a process needs one, and the function that returns it."""
+
+
+def _patches() -> Iterator[tuple[Patch, ...]]:
+    return (resolve_name(target)() for is_needed, target in SETS if is_needed())
 
 
 def prepare() -> None:
@@ -30,13 +59,8 @@ def prepare() -> None:
     lifetime.keep_sockets_in_folder()
     allow_unknown = "--epp-allow-unknown-megatron" in sys.argv  # needed long before the arguments are parsed
     features.check_megatron(allow_unknown)
-    # Ahead of any import of Megatron, whose functions are decorated with torch.compile when they are imported.
-    if cpu.activate():
-        patching.apply(cpu.patches(), allow_unknown=allow_unknown, level=logging.DEBUG)
-    install.apply(allow_unknown=allow_unknown)
-    # Around those: the flags that they check ask for what is installed.
-    patching.apply(environment.patches(), allow_unknown=allow_unknown)
-    patching.apply((environment.STARTED_PROCESSES,), level=logging.DEBUG)
+    for patches in _patches():
+        patching.apply(patches, allow_unknown=allow_unknown, level=logging.DEBUG)
 
 
 @contextlib.contextmanager
@@ -102,7 +126,8 @@ def check_start(args: argparse.Namespace, world_size: int, *, wants_files: bool)
 
 def _as_of_first_rank(args: argparse.Namespace, world_size: int) -> None:
     args.rank, args.world_size = 0, world_size
-    environment.ask_for_installed(args)
+    if _lacks_packages():
+        resolve_name(f"{_PATCHES}environment:ask_for_installed")(args)
 
 
 def _refuse_no_model(args: argparse.Namespace) -> None:
@@ -138,9 +163,7 @@ def fits() -> list[Fit]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            on_cpu = cpu.activate()
-            patches = (*install.patches(), *environment.patches(), *(cpu.patches() if on_cpu else ()))
-            results = [_fit(patch) for patch in patches]
+            results = [_fit(patch) for patches in _patches() for patch in patches]
             strange = set(patching.unknown(fingerprints.RELIED_ON))
     finally:
         ours.setLevel(level)

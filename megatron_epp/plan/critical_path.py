@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from megatron_epp.plan.graph import Graph, Transfer
-from megatron_epp.plan.simulate import Timeline
+from megatron_epp.plan.simulation import Timeline
 
 ABSENT_US = -math.inf
 """Start and end of a step without known times."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+AUTO = "auto"
+"""Value of a setting that is chosen by what a run is like."""
 FLASH_2, CUDNN, FLASH_3 = KERNELS = ("flash-attention-2", "cudnn", "flash-attention-3")
 """Kernels of attention whose rates are published."""
 ALLTOALL, DISPATCHERS = "alltoall", ("alltoall", "deepep", "hybridep")

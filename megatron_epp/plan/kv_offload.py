@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk
 from megatron_epp.plan.plan import KVOffload, Plan
-from megatron_epp.plan.simulate import Timeline
+from megatron_epp.plan.simulation import Timeline
 
 MOST_PARTS = 4
 """Largest number of groups of heads of attention. Not measured: fewer heads at a time would leave a GPU idle at short slices,

@@ -33,7 +33,7 @@ from megatron_epp.plan.graph import Graph, build_graph
 from megatron_epp.plan.launches import Launches
 from megatron_epp.plan.operations import Collective, of_stages, operation
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.simulate import Playback, explain, play
+from megatron_epp.plan.simulation import Playback, explain, play
 
 
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:

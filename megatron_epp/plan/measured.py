@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.codec import Codec, FileFormat
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.operations import Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import brief, brief_text, naming_file, number, read_text
-from megatron_epp.plan.serialize import digest
-from megatron_epp.plan.simulate import Timeline
+from megatron_epp.plan.simulation import Timeline
 from megatron_epp.plan.writing import write_text
 
 _FAR = 2.0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.operations import Role, operation
 from megatron_epp.plan.plan import AnyStep
-from megatron_epp.plan.simulate import Timeline
+from megatron_epp.plan.simulation import Timeline
 
 Items = Mapping[str, int]
 """Bytes by item."""

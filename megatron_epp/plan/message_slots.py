@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import Booleans, Bytes, Integers, byte_column
 from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.operations import MessageKind, Role, Track, needs_of, operations
 from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.violation import Violation
 
 SEND_SLOTS = 2
 """Slots of a direction for messages to send: one is filled while the message before it is on its way."""

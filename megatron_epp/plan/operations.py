@@ -169,6 +169,7 @@ class Operation:
     in_layers: bool = False  # it runs layers, whose experts exchange tokens with other replicas
     # Of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage
     gives_gradients: bool = False
+    setting: str = ""  # that gives a run its handler; empty for an operation that every run has
     side: Side | None = None  # for a lowered operation that other ranks take part in, the event it is a side of
     # For planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action. Without this
     # function, planners have columns of their own for it, or do not order it.
@@ -294,7 +295,15 @@ _DEFINED = (
         in_layers=True,
         gives_gradients=True,
     ),
-    Operation(op=Op.W, text="weight gradient", colour="#009E73", role=Role.DEFERRED, needs=_OWN_B, gives_gradients=True),
+    Operation(
+        op=Op.W,
+        text="weight gradient",
+        colour="#009E73",
+        role=Role.DEFERRED,
+        needs=_OWN_B,
+        gives_gradients=True,
+        setting="split_weight",
+    ),
     Operation(
         op=Op.R,
         text="recompute",  # as an action of its own, before the backward that needs it
@@ -303,7 +312,7 @@ _DEFINED = (
         before=(Before(Op.B, Need(Op.R)),),
         in_layers=True,
     ),
-    Operation(op=Op.O, text="offload", colour="#56B4E9", track=Track.COPY, needs=(Need(Op.F),)),
+    Operation(op=Op.O, text="offload", colour="#56B4E9", track=Track.COPY, needs=(Need(Op.F),), setting="offload"),
     Operation(
         op=Op.L,
         text="load",  # of the activations that `O` moved
@@ -311,8 +320,9 @@ _DEFINED = (
         track=Track.COPY,
         needs=(Need(Op.O),),
         before=(Before(Op.B, Need(Op.L)),),
+        setting="offload",
     ),
-    Operation(op=Op.FREE, text="release of offloaded activations", track=Track.LOWERED, needs=(Need(Op.O),)),
+    Operation(op=Op.FREE, text="release of offloaded activations", track=Track.LOWERED, needs=(Need(Op.O),), setting="offload"),
     Operation(op=Op.SEND_F, text="send of an activation", track=Track.LOWERED, needs=(Need(Op.F),), side=Side(Op.SEND_F, 1)),
     Operation(
         op=Op.RECV_F,

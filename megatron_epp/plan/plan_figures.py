@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.simulation import Timeline, simulate
 from megatron_epp.plan.units import format_bytes
 
 

@@ -6,10 +6,12 @@ import importlib
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.problem import Options, Problem
+
+if TYPE_CHECKING:
+    from megatron_epp.plan.layout import Layout
 
 Planner = Callable[[Problem, Any, Options], Any]
 """Function that plans a batch, given its costs (`cost.Costs`); returns `planner.Decisions`."""
@@ -52,6 +54,7 @@ class PlannerEntry:
     keeps_groups: bool = False  # it orders the sequences of a loss group (`Problem.loss_groups`) as slices of one
     interleaves: bool = False  # it takes several stages on each rank if they go round the ranks, as Megatron's do
     joins: bool = False  # its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`
+    plans: str = "megatron_epp.planner.other_planners:plan_by_name"  # makes its plans (`planner.plan`)
     lacks: str = ""  # why training does not run its plans; empty if it does
 
     @property
@@ -109,6 +112,7 @@ OWN = {
     "greedy": PlannerEntry(
         "megatron_epp.planner.result:greedy",
         "the default: slices of equal time, packed short sequences, the best of several orders, recompute and copies",
+        plans="megatron_epp.planner.result:plan_alone",
         begins_with_greedy=True,
         has_own_size=True,
         may_offload=True,

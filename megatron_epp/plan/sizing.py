@@ -1,4 +1,4 @@
-"""Sizes that plans and runs compute alike: classes of KV buffers, transient dK/dV, precision of sums, numbers of heads.
+"""Sizes that plans and runs compute alike: classes of KV buffers, transient dK/dV, precision of sums, heads, blocks of a loss.
 
 **Size classes.** Lengths change with every batch. If each buffer were as long as its sequence, the gaps that an iteration
 leaves would not fit the next one's buffers, and become unusable. So buffers of slightly different length take the same memory.
@@ -19,8 +19,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.shape_classes import token_class
 
+FP32_BYTES = 4
+BLOCK_BYTES = 2**30
+"""Size of a block's fp32 logits if the number of tokens of a block is not set. With a vocabulary of 128,256 a block has 2,048
+tokens, so that the matrix products reach 94 % of their rate (`Rates.saturation_tokens`)."""
 SIZES_PER_OCTAVE = 8
 """Number of sizes between a power of two and the next, so that at most an eighth of a buffer is unused."""
 
@@ -116,3 +121,49 @@ MOST_ROUNDED_SLICES = 8
 def sums_in_fp32(choice: str, num_slices: int) -> bool:
     """True if a sequence's sums are in fp32, independent of the precision of the added gradients."""
     return choice == "on" or (choice == "auto" and num_slices > MOST_ROUNDED_SLICES)
+
+
+def loss_block_tokens(setting: str | int, vocabulary: int, longest: int) -> int:
+    """Tokens of a block of the loss; 0 if the logits of a whole chunk are computed at once.
+
+    A block's backward recomputes its logits, one more product with the output layer's weight. So ``auto`` uses blocks only if
+    the fp32 logits of the `longest` sequence on a rank (0 if unknown) would take more than the bytes of two blocks.
+    """
+    if setting != AUTO:
+        return int(setting)
+    per_token = FP32_BYTES * vocabulary
+    if longest * per_token <= 2 * BLOCK_BYTES:
+        return 0
+    return 1 << (max(1, BLOCK_BYTES // per_token).bit_length() - 1)
+
+
+def loss_workspace_bytes(
+    block_tokens: int,
+    vocabulary: int,
+    hidden_size: int,
+    bytes_per_value: int,
+    *,
+    fused_accumulation: bool = False,
+    in_place: bool = False,
+    has_entropy: bool = False,
+) -> int:
+    """Bytes of workspace, in addition to activations, while a pass computes a loss by blocks.
+
+    Logits are fp32; if values are narrower, there is also a copy of them or of their gradient in that type. The weight gradient
+    is summed over the blocks in fp32; if values are narrower, a block's contribution is one more tensor.
+
+    Args:
+        block_tokens: tokens of a block; 0 for no blocks, which takes no memory.
+        fused_accumulation: blocks accumulate into the weight's main gradient; only a placeholder tensor is allocated.
+        in_place: a kernel overwrites logits, in the type of the values, with their gradient; then there is a second copy of a
+            block's input, scaled by the weights of its tokens.
+        has_entropy: the loss reads entropies, for which every logit has one more factor in fp32.
+    """
+    if block_tokens == 0:
+        return 0
+    factors = FP32_BYTES * block_tokens * vocabulary if has_entropy else 0
+    copy = bytes_per_value if bytes_per_value < FP32_BYTES else 0
+    gradient = bytes_per_value if fused_accumulation else FP32_BYTES + copy
+    if in_place:
+        return factors + bytes_per_value * block_tokens * (vocabulary + hidden_size) + vocabulary * hidden_size * gradient
+    return factors + vocabulary * (block_tokens * (FP32_BYTES + copy) + hidden_size * gradient)

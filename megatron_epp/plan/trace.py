@@ -18,7 +18,7 @@ from megatron_epp.plan.graph import Transfer, build_graph
 from megatron_epp.plan.measured import COMPUTE, COPY, LINK, Box, Measured, measured_boxes, planned_boxes
 from megatron_epp.plan.operations import Role, Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.simulation import Timeline, simulate
 from megatron_epp.plan.writing import write_text
 
 TraceEvent = dict[str, Any]

@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import starmap
 from operator import add, sub
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Remedy, Step, is_unlimited
-from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.plan.proof import examine, report
 from megatron_epp.plan.spans import parted
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
@@ -19,9 +19,8 @@ from megatron_epp.planner.evaluate import action_times, recompute_times
 from megatron_epp.planner.fit import step_bytes
 from megatron_epp.planner.kernels.codes import encode_known, kinds_of
 from megatron_epp.planner.kernels.compiled import numbers
-from megatron_epp.planner.memory.kv_offload_choice import kv_offload_entries
+from megatron_epp.planner.memory.kv_offload_tables import kv_offload_entries
 from megatron_epp.planner.message_room import MessageRoomError
-from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
 from megatron_epp.planner.order import Order, joint_losses
 from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
 from megatron_epp.planner.tables import Tables
@@ -33,13 +32,9 @@ def build_plan(problem: Problem, costs: Costs, options: Options, decisions: Deci
     `tables` are those of the chunks, where something else than the costs alone decides times. Raises `MessageRoomError` if it
     fits its caps but for its messages in flight, and `PlanError`, with the report, if it cannot be written or fails `check`.
     """
-    if not isinstance(decisions, Decisions):
-        raise PlanError(f"planner {options.planner!r} returned a {type(decisions).__name__}, not Decisions")
-    refuse_mistakes(decisions, problem, costs, options.planner)
     if cut := parted(decisions.chunks, problem.lengths, problem.spans):
         raise PlanError(f"by planner {options.planner!r} {cut}, which it does not know", Remedy("set", "planner", "greedy"))
-    if decisions.token_multiple is not None:
-        problem = replace(problem, token_multiple=decisions.token_multiple)
+    problem = decisions.padded(problem)
     tables = decisions.tables(problem, costs) if tables is None else tables
     plan = written(problem, costs, options, decisions, tables)
     faults, timeline, launches = examine(plan)
@@ -57,7 +52,6 @@ def written(problem: Problem, costs: Costs, options: Options, decisions: Decisio
     order = completed_with_shards(decisions.order, tables, decisions.recompute_steps)
     if order is not decisions.order:
         decisions = decisions.reordered(order)
-    decisions = replace(decisions, recompute_steps=whole_layers(decisions, problem, costs, tables, options.planner))
     writer = _Writer(tables, decisions)
     sizes = step_bytes(decisions.order, tables, decisions.recompute_steps, decisions.sharing)
     return Plan(
@@ -89,6 +83,10 @@ def written(problem: Problem, costs: Costs, options: Options, decisions: Decisio
         planner=options.planner,
         seed=options.seed,
     )
+
+
+def cannot_run(planner: str) -> str:
+    return f"planner {planner!r} made a plan that cannot run\n"
 
 
 def refuse_without_room(plan: Plan, peak_bytes: Sequence[int], message_bytes: tuple[int, ...]) -> None:

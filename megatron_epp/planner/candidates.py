@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
+from megatron_epp.features import plan_targets
 from megatron_epp.plan import UNLIMITED_BYTES, Chunk
 from megatron_epp.planner import settings
 from megatron_epp.planner.chunk_tables import ChunkTables
@@ -15,9 +16,7 @@ from megatron_epp.planner.chunks.in_runs import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, coded
-from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
-from megatron_epp.planner.memory.kv_offload_choice import SHARINGS, leaves_link
-from megatron_epp.planner.memory.offload import Copied, Offload, fit_offload, timed
+from megatron_epp.planner.memory.offload import Offload
 from megatron_epp.planner.message_room import room_for
 from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.replicas import Replicas
@@ -30,8 +29,6 @@ differ, up to 0.4 % faster; with 0.01 seven, 1.1 % faster to 0.5 % slower.
 """
 MOST_AGAIN = 16
 """Candidates, the best, that are made again where all tables have more room for messages."""
-ROUNDS = 4
-"""Times that copies are chosen for ever lower caps. With 2 or 8 no plan of 24 differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,8 @@ class Candidates:
         self.splits = replicas.splits_weight and not replicas.is_lockstep
         self.is_single = self.problem.has_one_stage_per_rank
         self.chunk_tables: ChunkTables = ChunkTables(replicas, chunks) if free is None else free.chunk_tables
-        self.values = settings.values_of(self.problem, self.options, self.chunk_tables.cuts, self.splits)
+        self.orders: settings.Orders = settings.orders_of(self.problem, self.options) if free is None else free.orders
+        self.values = settings.values_of(self.problem, self.options, self.orders, self.chunk_tables.cuts, self.splits)
         self.by_recipe: dict[Recipe, Candidate] = {}
         self.came_from: dict[Recipe, tuple[Recipe | None, str]] = {}
         self.free = free
@@ -125,9 +123,10 @@ class Candidates:
             ordered = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
             unfitted = Candidate(recipe, table, UNLIMITED_BYTES, math.inf, bound_us)
             if recipe.copies == "none":
-                candidates = self._recomputed(unfitted, ordered, tables)
+                candidates = self.recomputed(unfitted, ordered, tables)
             else:
-                candidates = self._copied(unfitted, ordered, tables, limit_us)
+                (copied,) = plan_targets(self.problem, self.options, "candidates")
+                candidates = copied(self, unfitted, ordered, tables, limit_us)
             self._by_order[key] = min(candidates, key=attrgetter("key"))
         candidate = self.by_recipe[recipe] = replace(self._by_order[key], recipe=recipe)
         self.fastest_us = min(self.fastest_us, candidate.makespan_us)
@@ -153,7 +152,7 @@ class Candidates:
         return self._tables[known], self._bounds[known]
 
     def _order(self, table: Aligned, tables: Sequence[Tables], recipe: Recipe) -> CodedOrder:
-        reach = settings.REACHES[recipe.reach]
+        reach = self.orders.reaches[recipe.reach]
         key = id(table), recipe.lead if reach.has_lead else 0.0, recipe.reach
         if reach.is_wide or key not in self._orders:
             rule = reach.rule(recipe.lead, int(self.replicas.has_shards))
@@ -161,7 +160,7 @@ class Candidates:
             self._orders[key] = coded(order, len(table))
         return self._orders[key]
 
-    def _recomputed(self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:
+    def recomputed(self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables]) -> Iterator[Candidate]:
         """Fit recompute to the caps, in two ways if chunks of several stages per rank stay for times of different lengths."""
         fit = self.replicas.fit(codes_of(ordered), tables)
         if fit.recompute_steps is None:
@@ -204,97 +203,7 @@ class Candidates:
         decisions = whole if self.replicas.is_lockstep else (replace(whole[0], order=order),)
         return replace(fitted, makespan_us=took_us, decisions=decisions)
 
-    def _copied(
-        self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
-    ) -> Iterator[Candidate]:
-        yield unfitted
-        copies, order, table = unfitted.recipe.copies, ordered[0].order, unfitted.table
-        if copies == "activations":
-            room = [[problem.host_cap_bytes] * problem.num_ranks for problem in self.replicas.problems]
-            yield from self._with_activations(unfitted, ordered, tables, limit_us, room)
-            return
-        for pairs in self.replicas.choices(order, tables, table):
-            if copies == "both" and not any(pairs):
-                continue  # with keys alone, chunks cut for the copies may fit as they are where those of other recipes do not
-            away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(ordered, pairs, strict=True))
-            room = self.replicas.host_room(order, table, pairs)
-            if copies == "both":
-                yield self._with_both(unfitted, away, tables, limit_us, room)
-                continue
-            own_tables = self.replicas.kv_offload(tables, table, pairs)
-            if (short := -min(map(min, room))) <= 0:
-                yield from self._recomputed(unfitted, away, own_tables)
-            elif self.replicas.fit(codes_of(ordered), own_tables).recompute_steps is not None:
-                self._note_host_bytes(short)  # it would fit with more at the host
-
-    def _with_both(
-        self,
-        unfitted: Candidate,
-        away: tuple[Decisions, ...],
-        tables: Sequence[Tables],
-        limit_us: float,
-        room: list[list[int]],
-    ) -> Candidate:
-        """Copy activations besides keys and values, with the link no slower for these than the copies make it."""
-        pairs = tuple(decisions.kv_offload for decisions in away)
-        for sharing in SHARINGS:
-            own = tuple(replace(decisions, kv_sharing=sharing) for decisions in away)
-            own_tables = self.replicas.kv_offload(tables, unfitted.table, pairs, sharing)
-            best = min(
-                self._with_activations(unfitted, own, own_tables, limit_us, room), key=attrgetter("key"), default=unfitted
-            )
-            every = zip(best.decisions, own_tables, strict=best.fits)
-            if all(leaves_link(timed(decisions.as_offload, of), of, best.makespan_us, sharing) for decisions, of in every):
-                break
-        return best
-
-    def _with_activations(
-        self,
-        unfitted: Candidate,
-        ordered: tuple[Decisions, ...],
-        tables: Sequence[Tables],
-        limit_us: float,
-        room: list[list[int]],
-    ) -> Iterator[Candidate]:
-        """Copy activations where a cap requires it, and without KV offload ahead of that, as the link has time.
-
-        The vocabulary's shards move actions after copies were chosen. Where that takes a rank above its cap, because bytes are
-        away at other times, copies are chosen again for a lower one.
-        """
-        order, aims = ordered[0].order, self.problem.cap_bytes
-        for _ in range(ROUNDS):
-            candidate, above = self._with_copies(unfitted, ordered, tables, fit_offload(order, tables, aims, room))
-            if not any(above):
-                yield candidate
-                break
-            aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
-        if not (self.replicas.is_lockstep or ordered[0].kv_offload):
-            shares = longest_lived_shares(tables[0])
-            ahead = fit_ahead(order, tables[0], self.problem.cap_bytes, room[0], shares, limit_us)
-            candidate, above = self._with_copies(unfitted, ordered, tables, ahead)
-            if not any(above):
-                yield candidate
-
-    def _with_copies(
-        self, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], copied: Copied | None
-    ) -> tuple[Candidate, list[int]]:
-        """Complete a candidate with copies, where there are any and the host has room for them.
-
-        Returns it and the bytes by which each rank is above its cap. Weight gradients stay in their backwards where they would
-        take a rank above its cap by themselves.
-        """
-        candidate, above = unfitted, [0] * self.problem.num_ranks
-        if copied is not None and copied.short_bytes:
-            self._note_host_bytes(copied.short_bytes)
-        elif copied is not None:
-            for splits in (True, False) if self.splits else (False,):
-                candidate = self.complete(unfitted, ordered, tables, copied.makespan_us, copied.offloads, splits)
-                above = self.replicas.above_caps(candidate.decisions, tables)
-                if not any(above):
-                    break
-        return candidate, above
-
-    def _note_host_bytes(self, short_bytes: int) -> None:
+    def note_host_bytes(self, short_bytes: int) -> None:
         if short_bytes > 0:
             needed = self.problem.host_cap_bytes + short_bytes
             self.least_host_bytes = min(self.least_host_bytes or needed, needed)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Chunk, Step
 from megatron_epp.plan.plan import Extension
 from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.recompute import FULL_ONLY
 from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.fit import Sharing
-from megatron_epp.planner.memory.kv_offload_choice import SHARINGS, Pairs, with_kv_offload
+from megatron_epp.planner.memory.kv_offload_tables import SHARINGS, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload, timed
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.tables import Tables, tabulate
@@ -42,6 +42,10 @@ class Decisions:
     kv_offload: Pairs = frozenset()
     kv_sharing: float = SHARINGS[-1]
     extensions: tuple[Extension, ...] = ()
+
+    def padded(self, problem: Problem) -> Problem:
+        """Return the problem with chunks padded as these are."""
+        return problem if self.token_multiple is None else replace(problem, token_multiple=self.token_multiple)
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
         tables = tabulate(self.chunks, problem, costs, self.modes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner import plan, uncollected
@@ -79,7 +79,7 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 def _few(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK) -> Candidates:
     validate(problem, costs, options)
     candidates = Candidates(Replicas((problem,), costs, options))
-    first, reaches = first_recipe(problem, candidates.values["cut"][0]), candidates.values["reach"][:2]
+    first, reaches = first_recipe(problem, candidates.orders, candidates.values["cut"][0]), candidates.values["reach"][:2]
     cut = [first._replace(grain=float(grain)) for grain in (grains if options.slices is None else grains[:1])]
     recipes = [recipe._replace(reach=reach) for recipe in cut for reach in reaches]
     has_few = options.slices is None and len(problem.lengths) <= MOST_WHOLE_SEQUENCES

@@ -66,7 +66,7 @@ def split_off(order: Order) -> set[tuple[int, int]]:
 def moved_of(kept_bytes: int, layer_input: int, share: float) -> int:
     """Compute the bytes that an offload of a share of the kept bytes moves: at least the input of one layer, or nothing.
 
-    Splitting one tensor takes room that another has made by leaving whole (see `runtime.offload.activations.choose`).
+    Splitting one tensor takes room that another has made by leaving whole (see `features.offload.activations.choose`).
     """
     return max(int(kept_bytes * share), min(kept_bytes, layer_input)) if share > 0.0 else 0
 

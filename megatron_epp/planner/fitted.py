@@ -1,4 +1,4 @@
-"""Recompute and copies for a given order, so that a builder of schedules need not know how memory is counted."""
+"""Recompute and copies for an order, and the best order of chunks: builders of schedules need not count memory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
+from megatron_epp.features import plan_targets
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, play, split_off
+from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, split_off
 from megatron_epp.planner.fit import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.kernels.split import leaves_bytes
-from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
-from megatron_epp.planner.mistakes import refuse_mistakes
+from megatron_epp.planner.memory.offload import Copied
+from megatron_epp.planner.mistakes import refuse_mistakes, refuse_table
 from megatron_epp.planner.order import Order, without_weights
 from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
+from megatron_epp.planner.replicas import Replicas
+from megatron_epp.planner.result import decisions_of, every_order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.validation import validate
 
@@ -62,10 +65,10 @@ def fitted(
     whole = without_weights(order)
     fit = _fit(decisions, whole, tables, problem.cap_bytes, options)
     best_us = _makespan_us(order, tables, fit.recompute_steps)
-    copied = None
-    may_offload = options.offload and options.recompute == "auto" and not problem.forward_only and decisions.sharing is None
+    copied: Copied | None = None
+    may_offload = options.recompute == "auto" and not problem.forward_only and decisions.sharing is None
     if may_offload and math.isfinite(costs.host_us(1)):
-        copied = _copied(order, whole, tables, problem)
+        copied = next((copy(order, whole, tables, problem) for copy in plan_targets(problem, options, "fit")), None)
     if copied is not None and not copied.short_bytes and copied.makespan_us < best_us:
         (offload,) = copied.offloads
         return Decisions(
@@ -75,6 +78,17 @@ def fitted(
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
         raise infeasible(problem, costs, options, fit.needed_bytes, least_host, planner)
     return replace(decisions, recompute_steps=fit.recompute_steps)
+
+
+def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """The best order, recompute and offload of activations found for a chunk table in forward order.
+
+    What `options` says of slicing and packing is ignored. Raises `InfeasibleError` if nothing that was tried fits the caps, and
+    `PlanError` if the arguments make no sense, or the chunks are no such table.
+    """
+    validate(problem, costs, options)
+    refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
+    return decisions_of(every_order(Replicas((problem,), costs, options), chunks))
 
 
 def _makespan_us(order: Order, tables: Tables, recompute_steps: RecomputeSteps | None) -> float:
@@ -116,35 +130,3 @@ def _fit(decisions: Decisions, whole: Order, tables: Tables, caps: Sequence[int]
                 for stage in tables.stages_of[rank]:
                     recompute_steps[stage] = most[stage]
     return RecomputeFit.of(recompute_steps, peaks_of(held_bytes(order, tables, recompute_steps, sharing)), caps)
-
-
-def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
-    """Choose copies for whole backwards so that the order itself, with what waits and with its own times, is under the caps.
-
-    Whole backwards are held to the caps, and to lower ones that relieve a rank of as much as the order is above its cap.
-    Returns the faster of both; what lacks room in host memory only if none has any.
-    """
-    caps = problem.cap_bytes
-    none = [[0] * tables.columns.num_chunks] * tables.columns.num_stages
-    most, own = (peaks_of(held_bytes(actions, tables, none)) for actions in (order, whole))
-    relieved = tuple(less - (peak - cap) if peak > cap else cap for peak, less, cap in zip(most, own, caps, strict=True))
-    copied = [result for aims in dict.fromkeys((caps, relieved)) if (result := _copied_to(aims, order, whole, tables, problem))]
-    return min(copied, key=lambda result: (result.short_bytes, result.makespan_us), default=None)
-
-
-def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
-    """Hold whole backwards to ever lower aims, bytes by rank, until the order is under the caps; None if no copies do that."""
-    room = [[problem.host_cap_bytes] * problem.num_ranks]
-    for _ in range(ROUNDS):
-        copied = fit_offload(whole, (tables,), tuple(aims), room)
-        if copied is None or copied.short_bytes:
-            return copied
-        (offload,) = copied.offloads
-        complete = completed_with_shards(order, tables, offload.recompute_steps)
-        played = play(complete, tables, offload.recompute_steps, timed(offload, tables))
-        peaks = peaks_with_copies(complete, tables, offload, played)
-        above = [peak - cap for peak, cap in zip(peaks, problem.cap_bytes, strict=True)]
-        if max(above) <= 0:
-            return copied._replace(makespan_us=played.makespan_us)
-        aims = [aim - max(0, over) for aim, over in zip(aims, above, strict=True)]
-    return None

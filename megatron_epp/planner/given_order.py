@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
@@ -13,9 +13,8 @@ from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.fit import is_within, least_peaks, peaks_bytes
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.patterns import Interleaved, by_laps, is_looped, looped
-from megatron_epp.planner.orders.warm_up import ELASTIC_1F1B, OrderRule
-from megatron_epp.planner.settings import REACHES
+from megatron_epp.planner.orders.patterns import by_laps, looped
+from megatron_epp.planner.settings import orders_of
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.validation import validate
 
@@ -32,7 +31,7 @@ def in_given_order(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, op
     validate(problem, costs, options)
     tables, needed_bytes, best_us = tabulate(chunks, problem, costs), math.inf, math.inf
     best: Decisions | None = None
-    for order in _orders(chunks, tables, problem, plain):
+    for order in _orders(chunks, tables, problem, options, plain):
         recompute_steps = _uniform(order, tables, problem, options)
         if recompute_steps is None:
             needed_bytes = min(needed_bytes, max(least_peaks(order, tables)))
@@ -43,18 +42,14 @@ def in_given_order(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, op
     return best
 
 
-def _orders(chunks: Sequence[Chunk], tables: Tables, problem: Problem, plain: bool) -> Iterator[Order]:
+def _orders(chunks: Sequence[Chunk], tables: Tables, problem: Problem, options: Options, plain: bool) -> Iterator[Order]:
     own = looped(problem)
     if problem.forward_only and problem.placement == own.rank_of:
         laps = by_laps(range(len(chunks)), own.num_ranks, range(own.num_chunks))
         yield tuple(tuple(Action(Op.F, own.stages(rank)[lap], chunk) for lap, chunk in laps) for rank in range(own.num_ranks))
         return
-    reaches = ("need", "slices") if problem.has_one_stage_per_rank else ("turns", "backward")
-    widths = (2.0, 1.5, 1.0, 0.5, 0.0) if problem.has_one_stage_per_rank else (2.0, 1.5, 1.0, 3.0, 2.5, 0.75, 0.5, 0.0)
-    stock = ELASTIC_1F1B if problem.has_one_stage_per_rank else Interleaved(elastic=False)
-    rules: list[OrderRule] = [stock] if problem.has_one_stage_per_rank or is_looped(problem) else []
-    rules += [REACHES[reach].rule(width, 0) for width in widths for reach in reaches]
-    for rule in rules[:1] if plain else dict.fromkeys(rules):
+    rules = orders_of(problem, options).of_table
+    for rule in rules[:1] if plain else rules:
         yield rule.order(chunks, tables, problem)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import InfeasibleError, Remedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.units import format_gib

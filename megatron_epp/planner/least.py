@@ -14,16 +14,16 @@ from operator import add, itemgetter
 
 import numpy as np
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import joined_work
-from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
+from megatron_epp.plan import Chunk, InfeasibleError, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.problem import Options, Problem
-from megatron_epp.plan.simulate import play
-from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
+from megatron_epp.plan.simulation import play
+from megatron_epp.planner.assemble import refuse_without_room, written
 from megatron_epp.planner.chunk_tables import ChunkTables, whole_by_length
 from megatron_epp.planner.chunks.in_runs import Aligned
 from megatron_epp.planner.decisions import Decisions
@@ -34,7 +34,7 @@ from megatron_epp.planner.message_room import MessageRoomError, message_room, pr
 from megatron_epp.planner.order import has_groups, slice_groups
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.settings import STREAMING, WHOLE, Recipe, first_recipe, values_of
+from megatron_epp.planner.settings import ONE_STAGE, STREAMING, WHOLE, Recipe, first_recipe, values_of
 from megatron_epp.planner.tables import Tables, tabulate, work_of_table
 from megatron_epp.planner.validation import validate
 
@@ -60,14 +60,6 @@ def one_order_decides(problem: Problem, options: Options) -> bool:
     return begins_with_greedy(options.planner) and not options.offload and problem.has_one_stage_per_rank
 
 
-def least_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
-    """Return the first plan found under the caps, with one stage per rank, which need not be a fast one. Raises
-    `InfeasibleError` with the smallest cap that would do if no table fits, and `PlanError` as `plan` does.
-    """
-    proof = proven(problem, costs, options)
-    return build_plan(proof.problem, costs, options, proof.decisions)
-
-
 def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
     """Return False if no table fits, in any order and with any copies. A table that fits is soon found."""
     validate(problem, costs, options)
@@ -77,7 +69,7 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
         return True
     replicas = Replicas((problem,), costs, options)
     chunk_tables = ChunkTables(replicas)
-    first = chunk_tables.table(first_recipe(problem, next(iter(chunk_tables.cuts))))
+    first = chunk_tables.table(first_recipe(problem, ONE_STAGE, next(iter(chunk_tables.cuts))))
     has_floor = first is None or bool(_floors([first], problem, costs, options)[0])
     if first is not None and not has_floor and _fit(replicas, first)[2].recompute_steps is not None:
         return True  # as most do, without all other tables
@@ -85,17 +77,11 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
 
 
 def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:
-    """Return the proof that a batch fits. Raises what `least_plan` raises."""
-    floors = Floors()
-    proof = proof_of(problem, costs, options, floors)
-    if proof is None:
-        raise _refusal(problem, costs, options, floors)
-    return proof
-
-
-def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | None = None) -> MemoryProof | None:
-    """Return the proof that a batch fits, or None; `floors` gets tables that do not, with bytes that they need at least."""
+    """Return the proof that a batch fits, with one stage per rank. Raises `InfeasibleError` with the smallest cap that would do
+    if no table fits, and `PlanError` as `plan` does.
+    """
     validate(problem, costs, options)
+    floors = Floors()
     for floor, table in _needs(problem, costs, options):
         least = floor
         if not floor:
@@ -105,9 +91,8 @@ def proof_of(problem: Problem, costs: Costs, options: Options, floors: Floors | 
                 least = error.least_cap_bytes
             except MessageRoomError:
                 least = min(problem.cap_bytes) + 1
-        if floors is not None:
-            floors.append((least, table))
-    return None
+        floors.append((least, table))
+    raise _refusal(problem, costs, options, floors)
 
 
 def _refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -> InfeasibleError:
@@ -229,7 +214,7 @@ def _tables(replicas: Replicas) -> Iterator[Aligned]:
     stay as long as one layer does, so it may fit where its slices do not.
     """
     problem, options, chunk_tables = replicas.problems[0], replicas.options, ChunkTables(replicas)
-    values, known = values_of(problem, options, chunk_tables.cuts, splits=False), set[int]()
+    values, known = values_of(problem, options, ONE_STAGE, chunk_tables.cuts, splits=False), set[int]()
     copies = ("none", STREAMING[0]) if options.offload and options.kv_offload else ("none",)
     for away, cut, grain in product(copies, values["cut"], values["grain"]):
         table = chunk_tables.table(Recipe(grain, cut, copies=away)) if grain != WHOLE else None

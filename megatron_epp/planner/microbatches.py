@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 from megatron_epp import planner
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
@@ -13,13 +15,19 @@ from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.given_order import in_given_order
 from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.message_room import planned_with_room
-from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.orders.warm_up import OneStagePerRank, elastic_1f1b
+from megatron_epp.planner.settings import orders_of
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, chunks_of
+from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan, chunks_of
 
 _STEPS = 500
 """Steps of local search, 25 ms for 16 microbatches on two stages. There 20,000 gain 1 % more in the time of an iteration."""
+
+
+def packed(rule: str, *asked: Any) -> tuple[PackedPlan, tuple[int, ...]]:
+    """Return the plan by another function of this module, and the microbatch of each of its chunks."""
+    start_s = time.perf_counter()
+    plan, order = globals()[rule](*asked)
+    return PackedPlan.of(plan, (time.perf_counter() - start_s) * 1e6, ()), order
 
 
 def plan_microbatches(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
@@ -38,8 +46,7 @@ def plan_microbatches(microbatches: MicrobatchLengths, problem: Problem, costs: 
 def plan_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
     """Plan whole microbatches in the caller's order and in 1F1B, without caps: as many are alive as in Megatron's schedules."""
     chunks, problem = _problem_of(microbatches, replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks))
-    rule = OneStagePerRank(elastic_1f1b) if problem.has_one_stage_per_rank else ListScheduling(1)
-    order = rule.order(chunks, tabulate(chunks, problem, costs), problem)
+    order = orders_of(problem, options).as_given.order(chunks, tabulate(chunks, problem, costs), problem)
     if options.split_weight and costs.splits_weight:  # W right behind B: it is measured, and nothing more is kept
         order = tuple(tuple(action for entry in row for action in _with_weight(entry)) for row in order)
     decisions = fitted(order, chunks, problem, costs, options)

@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import (
     NO_RECOMPUTE,
     Action,
@@ -26,14 +26,15 @@ from megatron_epp.plan import (
     Prediction,
     Segment,
     Step,
-    Violation,
-    report,
 )
-from megatron_epp.plan.check.actions import check_presence
-from megatron_epp.plan.check.plan_tables import check_kv_offload, check_tokens
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.operations import Track, operations
 from megatron_epp.plan.problem import Problem
+from megatron_epp.plan.proof import report
+from megatron_epp.plan.proof.actions import check_presence
+from megatron_epp.plan.proof.plan_tables import check_kv_offload, check_tokens
+from megatron_epp.plan.violation import Violation
+from megatron_epp.planner.assemble import cannot_run
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.tables import Tables
@@ -88,10 +89,6 @@ def refuse_table(decisions: Decisions, problem: Problem, costs: Costs, planner: 
 def _refuse(faults: Iterable[Violation], decisions: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
     if violations := list(faults):
         raise PlanError(cannot_run(planner) + report(outline(decisions, problem, costs), violations))
-
-
-def cannot_run(planner: str) -> str:
-    return f"planner {planner!r} made a plan that cannot run\n"
 
 
 def outline(decisions: Decisions, problem: Problem, costs: Costs) -> Plan:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_epp.cost import ChunkWork, Costs
 from megatron_epp.cost import memory as items
-from megatron_epp.cost.work import IntColumn, TimeColumn
+from megatron_epp.cost.model import Costs
+from megatron_epp.cost.work import ChunkWork, IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.kernels.compiled import Numbers

@@ -7,14 +7,14 @@ it. By these times one order and one recompute are chosen; chunks, memory, copie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from operator import neg
 from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.problem import OF_SEQUENCES, Options, Problem
@@ -26,11 +26,9 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import RecomputeFit, fit_lockstep, is_within
 from megatron_epp.planner.kernels.codes import Codes, coded
-from megatron_epp.planner.memory.kv_offload_choice import Pairs, choices, kv_offload_host_bytes, with_kv_offload
+from megatron_epp.planner.memory.kv_offload_tables import Pairs, with_kv_offload
 from megatron_epp.planner.message_room import raised
-from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.completion import peaks, with_split_weights
-from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
 from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.tables import Tables, tabulate, tabulate_each
 from megatron_epp.planner.validation import validate
@@ -96,12 +94,6 @@ class Replicas:
             return (tabulate(table.chunks[0], self.problems[0], self.costs, self.modes),)
         return slowest_times(tabulate_each(table.chunks, self.problems, self.costs, self.modes))
 
-    def choices(self, order: Order, tables: Sequence[Tables], table: Aligned) -> Iterator[tuple[Pairs, ...]]:
-        """List what may be offloaded of keys and values in every replica: what it takes to fit, and what avoids recompute."""
-        every = zip(tables, table.chunks, self.problems, strict=True)
-        by_replica = [choices(order, *each, self.costs, self.modes, self.is_lockstep) for each in every]
-        return iter(dict.fromkeys(zip(*by_replica, strict=True)))
-
     def kv_offload(
         self, tables: Sequence[Tables], table: Aligned, pairs: tuple[Pairs, ...], sharing: float = 1.0
     ) -> tuple[Tables, ...]:
@@ -110,28 +102,9 @@ class Replicas:
         shared = self.costs, self.modes
         return slowest_times([with_kv_offload(*own, *shared, mine, sharing, self.is_lockstep) for own, mine in every])
 
-    def host_room(self, order: Order, table: Aligned, pairs: tuple[Pairs, ...]) -> list[list[int]]:
-        """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few."""
-        every = zip(table.chunks, self.problems, pairs, strict=True)
-        return [
-            [problem.host_cap_bytes - size for size in kv_offload_host_bytes(order, chunks, problem, self.costs, mine)]
-            for chunks, problem, mine in every
-        ]
-
     def fit(self, codes: Codes, tables: Sequence[Tables], by_stay: bool = False) -> RecomputeFit:
         """Fit the recompute of all replicas under their caps. Arguments as in `fit_recompute`."""
         return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options, by_stay)
-
-    def above_caps(self, by_replica: Sequence[Decisions], tables: Sequence[Tables]) -> list[int]:
-        """Return the bytes by which the vocabulary's shards take each rank above its cap; 0 where it fits, or has none."""
-        caps = self.problems[0].cap_bytes
-        if not self.has_shards:
-            return [0] * len(caps)
-        every = [
-            peaks(completed_with_shards(decisions.order, own, decisions.recompute_steps), own, decisions.as_offload)
-            for decisions, own in zip(by_replica, tables, strict=True)
-        ]
-        return [max(0, max(peak_bytes) - cap) for *peak_bytes, cap in zip(*every, caps, strict=True)]
 
     def bound_us(self, tables: Sequence[Tables], table: Aligned) -> float:
         every = zip(tables, table.chunks, self.problems, strict=True)

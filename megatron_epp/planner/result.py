@@ -9,10 +9,11 @@ from itertools import product
 from operator import attrgetter
 from pkgutil import resolve_name
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
+from megatron_epp.features import plan_targets
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
-from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.plan.proof.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
@@ -21,9 +22,8 @@ from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.least import may_fit, one_order_decides, proven
 from megatron_epp.planner.local_search import improve, searches
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
-from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.replicas import Replicas, require_equal, split_together
-from megatron_epp.planner.search import descend, search, with_copies
+from megatron_epp.planner.search import descend, search
 from megatron_epp.planner.settings import first_recipe
 from megatron_epp.planner.validation import validate
 
@@ -55,6 +55,12 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, 
         if cap == error.least_cap_bytes:
             raise
         raise infeasible(problems[0], costs, options, cap) from None
+
+
+def plan_alone(problem: Problem, costs: Costs, options: Options, names_cap: bool = True) -> Plan:
+    """Plan by the search, as `planner.plan` does."""
+    validate(problem, costs, options)
+    return plan_or_refuse((problem,), costs, options, names_cap)[0]
 
 
 def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
@@ -165,31 +171,25 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
 def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
     """Try all orders of a chunk table of one replica, and copies with the fastest of them."""
     free = Candidates(replicas.without_caps, chunks=chunks)
-    candidates, first, values = Candidates(replicas, free), first_recipe(free.problem, free.values["cut"][0]), free.values
+    candidates, first, values = (
+        Candidates(replicas, free),
+        first_recipe(free.problem, free.orders, free.values["cut"][0]),
+        free.values,
+    )
     for reach, lead in product(values["reach"], values["lead"]):
         free.of(first._replace(reach=reach, lead=lead))
         candidates.of(first._replace(reach=reach, lead=lead))
-    with_copies(candidates, candidates.best(), free.best())
+    for walk_on in plan_targets(candidates.problem, candidates.options, "search"):
+        walk_on(candidates, candidates.best(), free.best())
     return candidates
 
 
 def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """The default planner's decisions, as other planners begin with them. Raises `InfeasibleError` if nothing fits the caps."""
-    return _decisions(search(Replicas((problem,), costs, options)))
+    return decisions_of(search(Replicas((problem,), costs, options)))
 
 
-def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """The best order, recompute and offload of activations found for a chunk table in forward order.
-
-    What `options` says of slicing and packing is ignored. Raises `InfeasibleError` if nothing that was tried fits the caps, and
-    `PlanError` if the arguments make no sense, or the chunks are no such table.
-    """
-    validate(problem, costs, options)
-    refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
-    return _decisions(every_order(Replicas((problem,), costs, options), chunks))
-
-
-def _decisions(candidates: Candidates) -> Decisions:
+def decisions_of(candidates: Candidates) -> Decisions:
     if not candidates.fitting():
         planned(candidates)  # raises
     return finished(candidates).decisions[0]

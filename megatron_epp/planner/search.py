@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
 
+from megatron_epp.features import plan_targets
 from megatron_epp.planner import settings
 from megatron_epp.planner.candidates import NEAR_BOUND_SHARE, Candidate, Candidates
 from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS
@@ -34,10 +35,6 @@ NEAR_RATIO = 1.05
 """Makespan, as a multiple of the best, up to which a walk goes on from another grain, or with copies."""
 OPENINGS_RATIO, OPENINGS_BOUND_RATIO = 1.03, 1.02
 """Makespan, as a multiple of the fastest without caps, and of the bound, above which openings are tried."""
-LEADS_RATIO = 1.02
-"""Makespan with copies, as a multiple of the fastest without caps, above which other leads are tried."""
-COPIES_RATIO = 0.992
-"""Makespan without caps, as a share of the best, below which copies to the host are tried."""
 FEW_ITEMS, MOST_FEW_GRAIN = 400, 4.0
 """Stages times chunks up to which the grains to this one are tried with every way to cut: there both depend on each other."""
 MOST_WHOLE_SEQUENCES = 64
@@ -48,7 +45,7 @@ def walk(candidates: Candidates, best: Candidate, setting: RecipeSetting) -> Can
     """Walk along one setting to both sides, as long as it gets better; return the best."""
     if setting.keeps_chunks and best.fits and best.makespan_us <= best.bound_us * (1 + NEAR_BOUND_SHARE):
         return best
-    if setting is settings.LEAD and not settings.REACHES[best.recipe.reach].has_lead:
+    if setting is settings.LEAD and not candidates.orders.reaches[best.recipe.reach].has_lead:
         return best
     values, start = candidates.values[setting.name], best
     at = values.index(getattr(start.recipe, setting.name)) if getattr(start.recipe, setting.name) in values else 0
@@ -113,7 +110,8 @@ def search(replicas: Replicas) -> Candidates:
     candidates = Candidates(replicas, free)
     best = under_caps(candidates, fastest)
     best = from_openings(candidates, best, fastest)
-    with_copies(candidates, best, fastest)
+    for walk_on in plan_targets(candidates.problem, candidates.options, "search"):
+        walk_on(candidates, best, fastest)
     return candidates
 
 
@@ -131,7 +129,7 @@ def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
 
 def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
-    first = settings.first_recipe(free.problem, free.values["cut"][0])
+    first = settings.first_recipe(free.problem, free.orders, free.values["cut"][0])
     best = descend(free, first_candidate(free, first))
     others = [*other_cuts(free, best, first)]
     if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:
@@ -182,42 +180,10 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     if best.fits and not is_far and not is_small(candidates, best):
         return best
     before = best
-    for recipe, scans_grains in openings(candidates, best.recipe, settings.OPENINGS[candidates.is_single]):
+    for recipe, scans_grains in openings(candidates, best.recipe, candidates.orders.openings):
         opening = candidates.opening(recipe, before)
         if opening is not None:
             other = walk(candidates, opening, settings.EVERY_GRAIN) if scans_grains else opening
             other = descend(candidates, other, [setting for setting in settings.SETTINGS if setting.name != "cut"])
             best = min(best, other, key=attrgetter("key"))
     return best if best is before else descend(candidates, best)
-
-
-def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
-    """Walk with copies to the host, where they are allowed and more memory would make the plan clearly faster."""
-    replicas = candidates.replicas
-    if not replicas.can_offload or (best.fits and fastest.makespan_us >= COPIES_RATIO * best.makespan_us):
-        return best
-    for recipe in recipes_with_copies(candidates, best, fastest):
-        opening = candidates.opening(recipe, best, NEAR_RATIO * best.makespan_us)
-        is_near = opening is not None and opening.makespan_us < NEAR_RATIO * best.makespan_us
-        if opening is not None and (is_near or not best.fits):
-            others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in settings.COPIES_GRAINS))
-            other = min((opening, *(candidate for candidate in others if candidate is not None)), key=attrgetter("key"))
-            other = descend(candidates, other, settings.SETTINGS_WITH_COPIES[candidates.is_single]) if other.fits else other
-            best = min(best, other, key=attrgetter("key"))
-    if best.recipe.copies != "none" and best.makespan_us > LEADS_RATIO * fastest.makespan_us:
-        best = walk(candidates, best, settings.LEAD)
-    return best
-
-
-def recipes_with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> Iterator[Recipe]:
-    """Yield the recipes at which walks with copies begin. An evaluation keeps keys and values alone, so copies these."""
-    is_cut = candidates.options.slices is not None
-    streaming = fastest.recipe if is_cut else fastest.recipe._replace(grain=settings.COPIES_GRAIN)
-    for copies in settings.COPIES if candidates.options.kv_offload else settings.COPIES[:1]:
-        if copies == "activations":
-            begin = [fastest.recipe, best.recipe]
-        else:
-            narrow = {"lead": 0.0, "reach": candidates.values["reach"][0]}
-            begin = [streaming] if best.fits else [streaming, streaming._replace(**narrow)]
-        if not (candidates.problem.forward_only and copies != "keys"):
-            yield from dict.fromkeys(recipe._replace(copies=copies) for recipe in begin)

@@ -6,15 +6,15 @@ reads it (`chunk_tables.ChunkTables.table` or `candidates.Candidates`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+from megatron_epp.features import plan_targets
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
-from megatron_epp.planner.orders.list_scheduling import ListScheduling
-from megatron_epp.planner.orders.patterns import Block, Interleaved, is_looped, is_v
-from megatron_epp.planner.orders.warm_up import CappedWarmUp, OrderRule, WarmUp
+from megatron_epp.planner.orders.warm_up import ELASTIC_1F1B, CappedWarmUp, OrderRule, WarmUp
 
 WHOLE, LONGEST = 0.0, 0.001  # before 1, so that a walk to coarser grains comes by them last
 GRAINS = (WHOLE, LONGEST, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0)
@@ -26,9 +26,7 @@ STARTS = ("longest", "single", "second", "shortest")
 MICROBATCH_STARTS = ("longest", "shortest", "given")
 """The same where the batch's microbatches run whole, all in one order."""
 LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""With one stage per rank: backwards by which a rank is ahead of the next. With 0 one sequence is alive at a time."""
-WIDTHS = (0.0, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
-"""With several stages per rank: chunks alive on a rank's first stage, in multiples of the ranks."""
+"""Backwards by which a rank is ahead of the next. With 0 one sequence is alive at a time."""
 
 
 class Recipe(NamedTuple):
@@ -36,8 +34,8 @@ class Recipe(NamedTuple):
 
     Attributes:
         cut: key of `ChunkTables.cuts`.
-        lead: one of `LEADS`, or of `WIDTHS`.
-        reach: key of `REACHES`: how far forwards run ahead of backwards.
+        lead: one of `Orders.leads`.
+        reach: key of `Orders.reaches`: how far forwards run ahead of backwards.
         copies: one of `COPIES`: what goes to the host.
     """
 
@@ -75,27 +73,12 @@ SETTINGS = (
     CUT,
 )
 """In the order in which they are walked along. With the reach before the lead, reaches without a lead won too early: plans of
-several stages per rank were 0.05 % slower on average, by up to 2 %. Copies come last of all (`search.with_copies`).
+several stages per rank were 0.05 % slower on average, by up to 2 %. Copies come last of all (`features.copies`).
 """
 
-SETTINGS_WITH_COPIES = {True: (GRAIN,), False: (REACH, GRAIN, LEAD)}
-"""Settings along which walks with copies go, with one stage per rank or not: each candidate takes long."""
 COPIES = ("activations", "keys", "both")
 STREAMING = COPIES[1:]
 """Copies to the host: of activations that a cap asks for or the link has time for, of keys and values of slices, or of both."""
-COPIES_GRAINS = (3.0, 6.0, 12.0, 24.0, 48.0, 96.0, 128.0)
-"""Grains that are tried with copies where nothing fits: a candidate that does not fit takes long to tell."""
-COPIES_GRAIN = 6.0
-"""Grain at which a walk with keys and values at the host begins: short slices compute too little to hide the copies."""
-
-SINGLE, LOOPED, V, OTHER = "one stage per rank", "looped", "V", "other"
-SEVERAL = (LOOPED, V, OTHER)
-
-
-def placement_of(problem: Problem) -> str:
-    if problem.has_one_stage_per_rank:
-        return SINGLE
-    return LOOPED if is_looped(problem) else V if is_v(problem) else OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +92,6 @@ class ReachRule:
     """
 
     rule: Callable[[float, int], OrderRule]
-    placements: tuple[str, ...] = (SINGLE,)
     is_wide: bool = False
     splits: bool = False
     has_lead: bool = True
@@ -120,22 +102,10 @@ REACHES = {
     "slices": ReachRule(lambda lead, slack: WarmUp(lead, slack=slack)),
     "room": ReachRule(lambda lead, slack: CappedWarmUp(lead, slack=slack), is_wide=True),
     "more": ReachRule(lambda lead, slack: CappedWarmUp(lead, 1.5, slack), is_wide=True),
-    "backward": ReachRule(lambda lead, slack: ListScheduling(lead, slack=slack), SEVERAL),
-    "turns": ReachRule(lambda lead, slack: ListScheduling(lead, alternating=True, slack=slack), SEVERAL),
-    "laps": ReachRule(lambda lead, slack: Interleaved(), (LOOPED,), has_lead=False),
-    "V-Half": ReachRule(lambda lead, slack: Block("V-Half"), (V,), has_lead=False),
-    "V-Min": ReachRule(lambda lead, slack: Block("V-Min"), (V,), has_lead=False),
-    "V-ZB": ReachRule(lambda lead, slack: Block("V-ZB", minimal=True), (V,), has_lead=False),
-    "apart": ReachRule(lambda lead, slack: ListScheduling(lead, waiting=0.75, slack=slack), SEVERAL, splits=True),
-    "apart, turns": ReachRule(
-        lambda lead, slack: ListScheduling(lead, alternating=True, waiting=0.75, slack=slack), SEVERAL, splits=True
-    ),
 }
-"""Forwards ahead of backwards.
-
-One stage per rank: those that the next backward needs, a constant number of slices, as many as the caps leave room for, or with
-1.5 times the bytes of these, by recompute. Several: backwards first, or in turn; Megatron's interleaved order; blocks of the V
-schedules (2405.15362); the first two with weight gradients that wait."""
+"""Forwards ahead of backwards: those that the next backward needs, a constant number of slices, as many as the caps leave room
+for, or with 1.5 times the bytes of these, by recompute.
+"""
 
 
 class Opening(NamedTuple):
@@ -151,35 +121,63 @@ WHOLE_OPENINGS = tuple(
     Opening({"grain": WHOLE, "start": start, "lead": 1.0, "reach": "slices"}) for start in ("longest", "shortest")
 )
 """Chunks of whole sequences in 1F1B."""
-OPENINGS = {
-    True: (
-        Opening({"lead": 3.0, "reach": "room"}),
-        Opening({"lead": 1.0, "reach": "need", "start": "second"}, scans_grains=True),
-        Opening({"lead": 0.0, "reach": "need"}),
-        *WHOLE_OPENINGS,
-    ),
-    False: (Opening({"lead": 1.0}, scans_grains=True), Opening({"lead": 0.0, "reach": "backward"})),
-}
-"""Where memory is short, with one stage per rank or not.
-
-Narrower orders (spaced, squeezed blocks) made no plan of 200 batches faster by more than 1.4 %, and searches with a V took
-twice as long with them.
-"""
+OPENINGS = (
+    Opening({"lead": 3.0, "reach": "room"}),
+    Opening({"lead": 1.0, "reach": "need", "start": "second"}, scans_grains=True),
+    Opening({"lead": 0.0, "reach": "need"}),
+    *WHOLE_OPENINGS,
+)
+"""Where memory is short."""
 
 
-def first_recipe(problem: Problem, cut: str = "") -> Recipe:
+class Orders(NamedTuple):
+    """What a search tries of orders on a kind of placement.
+
+    Attributes:
+        reaches: by name; a search begins with `first_reach`.
+        leads, openings: as `LEADS` and `OPENINGS`.
+        with_copies: settings along which walks with copies go: each candidate takes long.
+        as_given: the order of a caller's microbatches as they come.
+        of_table: orders with forwards and backwards of every stage in the order of a table, first as Megatron has them.
+    """
+
+    reaches: Mapping[str, ReachRule]
+    first_reach: str
+    leads: tuple[float, ...]
+    openings: tuple[Opening, ...]
+    with_copies: tuple[RecipeSetting, ...]
+    as_given: OrderRule
+    of_table: tuple[OrderRule, ...]
+
+
+_OF_TABLE = (rule(lead) for lead in (2.0, 1.5, 1.0, 0.5, 0.0) for rule in (partial(WarmUp, minimal=True), WarmUp))
+ONE_STAGE = Orders(REACHES, "need", LEADS, OPENINGS, (GRAIN,), ELASTIC_1F1B, (ELASTIC_1F1B, *_OF_TABLE))
+
+
+def orders_of(problem: Problem, options: Options) -> Orders:
+    """Return what is tried with one stage per rank, unless a feature has more for the problem's placement."""
+    for orders in plan_targets(problem, options, "orders"):
+        own: Orders = orders(problem)
+        return own
+    return ONE_STAGE
+
+
+def first_recipe(problem: Problem, orders: Orders, cut: str = "") -> Recipe:
     grain = 12.0 if 12.0 * problem.num_ranks <= MOST_CHUNKS else 4.0  # a grain beyond `MOST_CHUNKS` makes no chunks
-    return Recipe(grain, cut, reach="need" if problem.has_one_stage_per_rank else "turns")
+    return Recipe(grain, cut, reach=orders.first_reach)
 
 
-def values_of(problem: Problem, options: Options, cuts: Iterable[str], splits: bool) -> dict[str, tuple[Any, ...]]:
+def values_of(
+    problem: Problem, options: Options, orders: Orders, cuts: Iterable[str], splits: bool
+) -> dict[str, tuple[Any, ...]]:
     """Return the values of every setting that a search may try, where weight gradients may run apart if it `splits`."""
-    placement, is_whole = placement_of(problem), bool(problem.microbatches)
-    starts = MICROBATCH_STARTS if is_whole else STARTS if placement == SINGLE and not problem.forward_only else STARTS[:1]
+    is_whole = bool(problem.microbatches)
+    several_starts = problem.has_one_stage_per_rank and not problem.forward_only
+    starts = MICROBATCH_STARTS if is_whole else STARTS if several_starts else STARTS[:1]
     return {
-        "grain": GRAINS if options.slices is None and not is_whole else (first_recipe(problem).grain,),
+        "grain": GRAINS if options.slices is None and not is_whole else (first_recipe(problem, orders).grain,),
         "cut": tuple(cuts),
         "start": starts,
-        "lead": LEADS if placement == SINGLE else WIDTHS,
-        "reach": tuple(name for name, kind in REACHES.items() if placement in kind.placements and (splits or not kind.splits)),
+        "lead": orders.leads,
+        "reach": tuple(name for name, kind in orders.reaches.items() if splits or not kind.splits),
     }

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost import ChunkWork, Costs, work_of
-from megatron_epp.cost.work import TimeColumn, joined_work
+from megatron_epp.cost.model import Costs
+from megatron_epp.cost.work import ChunkWork, TimeColumn, joined_work, work_of
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
 from megatron_epp.plan.operations import Collective, MessageKind, OperationRows, Track, operations
 from megatron_epp.plan.problem import Problem

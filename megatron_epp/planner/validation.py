@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import ChunkWork, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, InfeasibleError, PlanError, Recompute, Remedy
 from megatron_epp.plan.problem import Options, Problem

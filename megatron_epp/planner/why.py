@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.candidates import Candidate, Candidates, codes_of
@@ -14,7 +14,7 @@ from megatron_epp.planner.fit import least_peaks, peaks_bytes
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import finished, plan_or_refuse, planned
 from megatron_epp.planner.search import search
-from megatron_epp.planner.settings import COPIES, LEAD, REACHES, SETTINGS, Recipe
+from megatron_epp.planner.settings import COPIES, LEAD, SETTINGS, Recipe
 from megatron_epp.planner.validation import validate
 
 
@@ -118,7 +118,7 @@ def _walk(candidates: Candidates, best: Candidate, *, is_free: bool) -> Walk:
 
 def _others(candidates: Candidates, best: Candidate) -> Iterator[OtherValue]:
     values = {setting.name: candidates.values[setting.name] for setting in SETTINGS}
-    if not REACHES[best.recipe.reach].has_lead:
+    if not candidates.orders.reaches[best.recipe.reach].has_lead:
         del values[LEAD.name]
     if candidates.replicas.can_offload:
         values["copies"] = "none", *COPIES

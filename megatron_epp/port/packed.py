@@ -14,7 +14,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from megatron_epp.plan import Action, Chunk, Plan, PlanError, Segment, digest
+from megatron_epp.plan import Action, Chunk, Plan, PlanError, Segment
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.lowering import lower
 
 
@@ -31,16 +32,9 @@ class PackedPlan(NamedTuple):
     peak_items: dict[str, int] | None = None
 
     @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        planning_us: float,
-        share: tuple[int, ...],
-        division: int = 0,
-        peak_items: dict[str, int] | None = None,
-    ) -> PackedPlan:
+    def of(cls, plan: Plan, planning_us: float, share: tuple[int, ...], division: int = 0) -> PackedPlan:
         """Lower and pack a plan. Raises `PlanError` if its order deadlocks."""
-        return cls(*_contents(plan), planning_us, share, division, peak_items)
+        return cls(*_contents(plan), planning_us, share, division)
 
     def plan(self) -> Plan:
         plan: Plan = _unpacked(self.message)

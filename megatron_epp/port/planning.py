@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem
 from megatron_epp.port.packed import MicrobatchLengths, PackedPlan, PackedPlans
 from megatron_epp.port.worker import EndedError, Worker
@@ -64,7 +65,7 @@ class PlanningProcess:
         self, rule: str, microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options
     ) -> tuple[PackedPlan, tuple[int, ...]]:
         """Return the plan by a function of `planner.microbatches`, and the microbatch of each of its chunks."""
-        plan, order = self.call(f"{_ANSWERS}:plan_of_microbatches", rule, microbatches, problem, costs, options)
+        plan, order = self.call("megatron_epp.planner.microbatches:packed", rule, microbatches, problem, costs, options)
         return plan, order
 
     def close(self) -> None:
@@ -72,6 +73,15 @@ class PlanningProcess:
         with self._exchange:
             self._is_closed = True
             self._worker.close()
+
+
+class BatchPlanner(Protocol):
+    """Plans the batches of a run, one after the other."""
+
+    def plan(self, problem: Problem, *, is_run: bool = True) -> PackedPlans: ...
+
+    def of_next(self) -> Callable[[Problem], PackedPlans]:
+        """Return what plans the next training batch without waiting for what training is to tell first."""
 
 
 @dataclass(slots=True)
@@ -99,5 +109,10 @@ class BackgroundPlanner:
         self.tells_peak &= not tells_peak
         groups = self.lockstep_group, self.lockstep_groups
         name = f"{_ANSWERS}:plans_of_batch"
-        plans: PackedPlans = self.process.call(name, problem, self.costs, self.options, *groups, grain, tells_peak)
+        plans: PackedPlans = self.process.call(name, problem, self.costs, self.options, *groups, grain)
+        if tells_peak:
+            plans = self.process.call("megatron_epp.planner.memory.breakdown:with_peak_items", plans, self.costs)
         return plans
+
+    def of_next(self) -> Callable[[Problem], PackedPlans]:
+        return self.plan

@@ -1,23 +1,18 @@
-"""Program of a rank: its lowered actions and chunk layouts; and the interfaces of a stage and of offload that run it."""
+"""Program of a rank: its lowered actions and chunk layouts; and the interface of a stage that runs it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
-from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
-from megatron_epp.runtime.autograd.saved import Owner
-from megatron_epp.runtime.offload.activations import CopyTimer
 from megatron_epp.runtime.upload import Upload
 
 
@@ -85,12 +80,6 @@ class Program:
     upload: Upload | None = None
 
 
-@lru_cache(maxsize=16)
-def prepare(plan: Plan, rank: int) -> Program:
-    """Lower a plan and lay out its chunks, which takes tens of milliseconds for large plans. The last 16 results are cached."""
-    return program_of(plan, lower(plan)[rank])
-
-
 def program_of(plan: Plan, actions: tuple[Action, ...]) -> Program:
     return Program(actions, chunk_layouts(plan))
 
@@ -106,11 +95,8 @@ class Stage(Protocol):
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Run a chunk. Returns the hidden states to hand on, or on the last stage the loss (a scalar)."""
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
-        """Differentiate `output`; `grad` is None on the last stage. With `keep_weights`, weight gradients wait for `weight`."""
-
-    def weight(self, chunk: int) -> None:
-        """Compute the weight gradients that a chunk's backward has kept."""
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
+        """Differentiate `output`; `grad` is None on the last stage."""
 
     def before_last_gradient(self) -> None:
         """Called once per iteration, ahead of the last action that gives the stage's parameters a gradient."""
@@ -123,14 +109,3 @@ class Stage(Protocol):
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Return shape, dtype and device of the hidden states of a chunk with `num_tokens` (padded) tokens."""
-
-
-class ActivationOffloader(Protocol):
-    """Offload as the executor needs it; see `runtime.offload.activations.ActivationOffload`. `owner` is a stage and a chunk."""
-
-    def forward_of(self, owner: Owner) -> AbstractContextManager[None]: ...
-    def offload(self, owner: Owner, share: float, num_bytes: int, timed: CopyTimer) -> None: ...
-    def free(self, owner: Owner) -> None: ...
-    def load(self, owner: Owner, timed: CopyTimer) -> None: ...
-    def before_backward(self, owner: Owner) -> None: ...
-    def assert_empty(self) -> None: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron_epp.plan import Action, EppError, Op, Plan, Remedy
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.message_slots import slots_of
+from megatron_epp.plan.operations import operation
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
-from megatron_epp.runtime.context import ActivationOffloader, ChunkContext, Program, Stage, prepare
+from megatron_epp.runtime.context import ChunkContext, Program, Stage
 from megatron_epp.runtime.links.links import Links, Receive
-from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
+from megatron_epp.runtime.memory_use import OUT_OF_MEMORY
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark
 
@@ -42,9 +42,9 @@ class Executor:
     Args:
         links: communicators of the pipeline; None when it has a single rank.
         watchdog: ends the run when an action or a wait outlasts its limit.
-        offload, host: of activations and of KV caches; None if the plan offloads none on this rank.
-        handlers: of operations that this package does not define, collectives included, or in the place of `HANDLERS`.
-        program: this rank's part of the plan; prepared now if it is not given.
+        out_of_memory: describes an action of this plan and rank that an error has ended.
+        handlers: of operations that `HANDLERS` has none for, collectives included, or in the place of one there.
+        program: this rank's part of the plan.
     """
 
     def __init__(
@@ -52,32 +52,23 @@ class Executor:
         plan: Plan,
         rank: int,
         stages: Mapping[int, Stage],
+        program: Program,
         links: Links | None = None,
         recorder: Recorder | None = None,
         watchdog: Watchdog | None = None,
-        offload: ActivationOffloader | None = None,
-        out_of_memory: OutOfMemoryReport = OutOfMemoryReport(),  # noqa: B008 - frozen
-        host: HostMemory | None = None,
+        out_of_memory: Callable[[Plan, int, Action, Exception], str] = lambda *failed: str(failed[-1]),
         handlers: Mapping[Op, Handler] | None = None,
-        program: Program | None = None,
     ) -> None:
-        self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
-        self.offload = offload
+        self.plan, self.rank, self.stages, self.links = plan, rank, stages, links
         self.recorder = recorder or Recorder(enabled=False)
         self.watchdog, self.out_of_memory = watchdog, out_of_memory
         self._handlers = {**HANDLERS, **(handlers or {})}
-        program = program or prepare(plan, rank)
         self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
         # A mark is an event on the device for each action: only a watchdog reads them.
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
-        self._moved_bytes = {copy.action: copy.free_bytes for row in plan.copies[rank : rank + 1] for copy in row}
-        self._split_backwards = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
-        self._last_gradient = {  # of a stage's actions the last in launch order stays
-            a.stage: a
-            for a in self._actions
-            if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split_backwards)
-        }
+        # Of a stage's actions the last in launch order stays: a backward is ahead of its own weight gradient.
+        self._last_gradient = {a.stage: a for a in self._actions if a.op in (Op.B, Op.W)}
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._leaves: dict[tuple[int, int], ReceiveLeaf] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
@@ -87,20 +78,18 @@ class Executor:
 
     def _refuse_what_cannot_run(self, actions: Sequence[Action]) -> None:
         plan, rank = self.plan, self.rank
-        add = Remedy("add", "offload")
-        if plan.copies and plan.copies[rank] and self.offload is None:
-            raise RunError("the plan offloads activations (O and L actions), which this run does not", add)
-        if self.host is None and any(plan.placement[entry.stage] == rank for entry in plan.kv_offload):
-            raise RunError("the plan keeps keys and values in host memory, but this run has no KV offload", add)
         if lacking := [extension.lacks for extension in plan.extensions if extension.lacks]:
             raise RunError(f"this runtime lacks what the plan needs: {'; '.join(lacking)}")
         if missing := sorted({action.op for action in actions} - set(self._handlers)):
-            raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
+            remedies = dict.fromkeys(Remedy("add", setting) for op in missing if (setting := operation(op).setting))
+            raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions", *remedies)
         placed = [stage for stage, where in enumerate(plan.placement) if where == rank]
         if placed != sorted(self.stages):
             raise RunError(f"the plan places stages {placed} on pipeline rank {rank}, which has stages {sorted(self.stages)}")
         if plan.num_ranks > 1 and self.links is None:
             raise RunError(f"a plan over {plan.num_ranks} ranks needs links")
+        if any(plan.kv_offload_on(number) and stage.kv_cache.offloaded is None for number, stage in self.stages.items()):
+            raise RunError("the plan keeps keys and values in other memory than this run has", Remedy("add", "offload"))
 
     def run(self) -> None:
         """Execute every action of this rank in order, after which the stages hold their gradients. May be called once.
@@ -110,21 +99,24 @@ class Executor:
         self.recorder.begin()
         if self._upload is not None:
             self._upload.wait()  # on the device: offsets and tokens were uploaded on another stream
-        if self.host is not None:
-            self.host.held_peak_bytes = self.host.held_bytes
-        for number, stage in self.stages.items():
-            stage.kv_cache.begin(self.plan.kv_offload_on(number), self.host)
-        watched = nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
-        try:
+        with self._described(), torch.set_grad_enabled(not self.plan.forward_only), self._watched():
             self._open_slots()  # here, where slots change between iterations: no message is under way
-            with torch.set_grad_enabled(not self.plan.forward_only), watched:
-                for position, action in enumerate(self._actions):
-                    self._progress.reach(ProgressPoint(position))
-                    self.perform(action, self._handlers[action.op])
-                self._progress.reach(ProgressPoint(len(self._actions)))
-                self._finish()
-                # The host is done; the watch goes on until the device has passed all marks, the last sends among them.
-                self._progress.reach(None)
+            for position, action in enumerate(self._actions):
+                self._progress.reach(ProgressPoint(position))
+                self.perform(action, self._handlers[action.op])
+            self._progress.reach(ProgressPoint(len(self._actions)))
+            self._finish()
+            # The host is done; the watch goes on until the device has passed all marks, the last sends among them.
+            self._progress.reach(None)
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
+
+    @contextmanager
+    def _described(self) -> Iterator[None]:
+        """Raise `RunError` with the action at which the body fails."""
+        try:
+            yield
         except OutOfMemoryRunError:
             raise
         except Exception as error:
@@ -154,7 +146,7 @@ class Executor:
         try:
             yield
         except OUT_OF_MEMORY as error:
-            text = self.out_of_memory.text(self.plan, self.rank, action, error)
+            text = self.out_of_memory(self.plan, self.rank, action, error)
             raise OutOfMemoryRunError(f"{self._where(self._progress.host)} failed: {text}") from None
 
     def _finish(self) -> None:
@@ -162,24 +154,21 @@ class Executor:
             self.links.finish_sends()
         for stage in self.stages.values():
             stage.kv_cache.assert_empty()
-        if self.offload is not None:
-            self.offload.assert_empty()
 
     # The handlers, one per op.
 
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
         hidden = self._message(action, Op.RECV_F) if stage > 0 else None
-        forward_only = not self._differentiates(stage)
+        forward_only = not self.differentiates(stage)
         if hidden is not None and not forward_only:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
         (table, view, group, begun), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
         kv_cache = self.stages[stage].kv_cache
         context = ChunkContext(chunk, table, kv_cache, view, recompute, forward_only, loss_group=group, begun=begun)
-        saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
         running = context.kv_cache.running(context.view, False)
-        with self.recorder.action(action), saving, running, torch.set_grad_enabled(not forward_only):
+        with self.recorder.action(action), running, torch.set_grad_enabled(not forward_only):
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
@@ -199,13 +188,11 @@ class Executor:
         grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
         context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
-        if self.offload is not None:
-            self.offload.before_backward(key)  # compute, not the host, waits for the load
-        self._announce_last_gradient(action)  # ahead of the backward, in which hooks on the parameters' gradients run
+        self.announce_last_gradient(action)  # ahead of the backward, in which hooks on the parameters' gradients run
         with self.recorder.action(action):
-            if self._differentiates(stage):
+            if self.differentiates(stage):
                 with context.kv_cache.running(context.view, True, context.recompute.attention_layers):
-                    self.stages[stage].backward(context, output, grad, key in self._split_backwards)
+                    self.stages[stage].backward(context, output, grad)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]  # the graph goes with its backward, as plans count it
         if stage == 0:
@@ -221,18 +208,6 @@ class Executor:
             self._received[Action(Op.RECV_B, stage - 1, chunk)] = gradient
         else:
             self._grads[key] = gradient
-
-    def _weight(self, action: Action) -> None:
-        self._announce_last_gradient(action)
-        with self.recorder.action(action):
-            if self._differentiates(action.stage):
-                self.stages[action.stage].weight(action.chunk)
-
-    def _offload(self, action: Action) -> None:
-        _, stage, chunk = action
-        share = self.plan.offload_share[stage][chunk]
-        # The offloader enters the timer on the stream of its copies, where they run, not on the compute stream.
-        self._offloader.offload((stage, chunk), share, self._moved_bytes[action], self.recorder.action(action))
 
     def _send(self, action: Action) -> None:
         op, stage, chunk = action
@@ -253,11 +228,12 @@ class Executor:
 
     # What they share.
 
-    def _differentiates(self, stage: int) -> bool:
+    def differentiates(self, stage: int) -> bool:
         """Return True if backwards of a stage compute gradients. Of a stage that does not train they are in the plan, too."""
         return not self.plan.forward_only and self.stages[stage].has_gradient
 
-    def _announce_last_gradient(self, action: Action) -> None:
+    def announce_last_gradient(self, action: Action) -> None:
+        """Tell a stage if an action that is about to run gives it its last gradient."""
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
 
@@ -284,11 +260,6 @@ class Executor:
     def _links(self) -> Links:
         assert self.links is not None  # checked at the start
         return self.links
-
-    @property
-    def _offloader(self) -> ActivationOffloader:
-        assert self.offload is not None  # checked at the start
-        return self.offload
 
     def _overdue(self) -> str:
         assert self.watchdog is not None
@@ -318,15 +289,12 @@ class Executor:
 HANDLERS: Mapping[Op, Handler] = {
     Op.F: Executor._forward,
     Op.B: Executor._backward,
-    Op.W: Executor._weight,
-    Op.O: Executor._offload,
-    Op.FREE: lambda run, action: run._offloader.free((action.stage, action.chunk)),
-    Op.L: lambda run, action: run._offloader.load((action.stage, action.chunk), run.recorder.action(action)),
     Op.SEND_F: Executor._send,
     Op.SEND_B: Executor._send,
     Op.RECV_F: Executor._post_receive,
     Op.RECV_B: Executor._post_receive,
     Op.REDUCE: lambda run, action: run.stages[action.stage].reduce_gradients(),
 }
-"""Handlers of the operations of this package. They hold no executor, which with its tensors ends as soon as it has run: in a
-cycle of references it would wait for the garbage collector, some of them for all of the training."""
+"""Handlers of the operations of every run; features have others, and some around these. They hold no executor, which with its
+tensors ends as soon as it has run: in a cycle of references it would wait for the garbage collector, some of them for all of
+the training."""

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from megatron_epp.runtime.attention.segments import Tensors
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.handover import Handover
 
 
 class DeltaRule(Protocol):
@@ -52,7 +53,7 @@ class DeltaLayer:
                 strength and of the decay, ``[tokens, value heads, 1]`` each.
         """
         k, v, strength, decay = rest
-        view, handover = context.view, context.kv_cache.handover
+        view, handover = context.view, context.kv_cache.carried(Handover)
         state = () if view is None else handover.enter(self.number, view, forward_only=context.forward_only)
         tail, memory = state or (None, None)
         rows = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)

@@ -7,14 +7,15 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segments_expand
-from megatron_epp.plan import Action, EppError, Op, Plan, is_unlimited, simulate
+from megatron_epp.plan import Action, Op, Plan, is_unlimited
 from megatron_epp.plan.errors import Names, as_setting
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.units import format_bytes
+from megatron_epp.runtime.memory_use import HostMemoryError, Usage, device_usage
 
 LEAST_SHARE = 0.05
 """Least share of the dynamic bytes (peak minus static) by which an advised cap lies below the plan's peak.
@@ -32,40 +33,6 @@ _IN_PLAN = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B, 
 """Ops that lowering adds, each with the planned op whose memory it is compared with."""
 _WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-class HostMemoryError(EppError):
-    """Host memory for offload is exhausted. The remedies that may help are in order, best first."""
-
-
-OUT_OF_MEMORY = (torch.OutOfMemoryError, HostMemoryError)
-"""Exceptions that an action raises when it runs out of memory."""
-
-
-class Usage(NamedTuple):
-    """Bytes a rank has in use, and bytes it has reserved from the device for them; None if that is the same."""
-
-    allocated_bytes: int
-    reserved_bytes: int | None = None
-
-
-def device_usage(static_bytes: int) -> Usage | None:
-    """Return the bytes torch has allocated and reserved on the current GPU, static bytes included; None without a GPU."""
-    if not torch.cuda.is_initialized():
-        return None
-    return Usage(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-
-
-def device_peak() -> Usage | None:
-    """Return the peaks of allocated and reserved bytes on the current GPU so far; None without a GPU."""
-    if not torch.cuda.is_initialized():
-        return None
-    return Usage(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-
-
-def device_retries() -> int | None:
-    """Return how often the allocator gave cached memory back and tried again on the current GPU so far; None without a GPU."""
-    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_initialized() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megatron_epp.runtime.attention.segments import SliceView, Tensors
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.handover import Handover
 
 _NO_STEP = -1e4
 """Input of softplus, whatever its bias, for a step of 0: such a row neither feeds the state nor lets it decay."""
@@ -41,7 +42,7 @@ class StateSpaceLayer:
 
     def __call__(self, rows: Tensor, context: ChunkContext) -> Tensor:
         """Return the output ``[tokens, heads * channels]`` of a chunk's tokens, of which rows are ``[tokens, columns]``."""
-        view, handover, starts = context.view, context.kv_cache.handover, context.table.query_starts
+        view, handover, starts = context.view, context.kv_cache.carried(Handover), context.table.query_starts
         if view is None:
             return self._packed(rows, context, 0, len(context.table.segments))
         tail, state = handover.enter(self.number, view, forward_only=context.forward_only) or (None, None)

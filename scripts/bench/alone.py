@@ -24,14 +24,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.data.sequence_lengths import wikipedia
-from megatron_epp.plan import Action, EppError, Plan, load, save
+from megatron_epp.plan import Action, EppError, Plan
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.operations import is_compute
 from megatron_epp.plan.plan import Step
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.serialize import load, save
+from megatron_epp.plan.simulation import simulate
+from megatron_epp.plan.sizing import loss_block_tokens
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.tools.formulas import analytic_profile, on_device

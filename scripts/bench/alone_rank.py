@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.plan import Op, Plan
-from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import ActivationOffload
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.executor import HANDLERS
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.recorder import Recorder
 
 STATE_BYTES, ALLOCATED_BYTES = 18.0, 6.0
@@ -85,7 +87,8 @@ def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
     built = {number: _stage(plan, number, model, splits) for number in plan.stages_of(rank)}
     stages = {number: stage for number, (_, stage) in built.items()}
     inputs, links = _inputs(plan, model), _NoLinks()
-    host = HostMemory(model.device, host_bytes) if host_bytes else None
+    host = HostMemory(model.device, host_bytes)
+    own = weight_handlers(plan, stages) if splits else {}
     on_gpu = model.device.type == "cuda"
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters]
     for _ in range(_PASSES[model.device.type]):
@@ -96,10 +99,11 @@ def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         recorder = Recorder()
-        with SavedTensors(parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved:
-            copies = bool(plan.copies and plan.copies[rank])
-            offload = ActivationOffload(saved, host) if copies and host is not None else None
-            Executor(plan, rank, stages, links, recorder, offload=offload, host=host).run()  # type: ignore[arg-type]
+        with (
+            ActivationOffload(host, parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved,
+            offload_handlers(plan, rank, stages, host, saved, {**HANDLERS, **own}) as handlers,
+        ):
+            executor_of(plan, rank, stages, links, recorder, handlers=own | handlers).run()  # type: ignore[arg-type]
         events = recorder.events()
         for stage in stages.values():
             stage.end()
@@ -136,11 +140,11 @@ def _stage(plan: Plan, number: int, model: Model, splits: bool) -> tuple[Any, An
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
+    from megatron_epp.features.split_weights.linear_layers import split_where_possible
     from megatron_epp.mcore.model import rotary
     from megatron_epp.mcore.model.adopt import number_attentions, relayed
     from megatron_epp.mcore.model.block_loss import BlockLoss
     from megatron_epp.mcore.model.stage import MegatronStage
-    from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 
     first, last = number == 0, number == plan.num_stages - 1
     config = _config(model, int(plan.num_layers[number]), splits)
@@ -159,7 +163,7 @@ def _stage(plan: Plan, number: int, model: Model, splits: bool) -> tuple[Any, An
     number_attentions(bare)
     rotary.adopt(bare)
     if splits:
-        split_weight_gradients(bare)
+        split_where_possible(bare)
     chunk = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), bare)
     loss = BlockLoss(bare, model.loss_block_tokens) if last and model.loss_block_tokens else None
     return chunk, MegatronStage(chunk, config, is_first=first, is_last=last, tp_size=1, block_loss=loss)

@@ -22,7 +22,7 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.output_layer import PASS_US
 from megatron_epp.plan import InfeasibleError, Op, Plan, Step
 from megatron_epp.plan.layout import Layout

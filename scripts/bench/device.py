@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.launch.machine import allocator_setting
 from megatron_epp.plan import Plan
-from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import ActivationOffload
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.lowered import executor_of
 from scripts.bench.frame import RUNS, Bench
 from tests.support.gpu_stage import DEVICE, GpuStage, relative_difference, run
 from tests.support.runtime.kernel_proofs import prove
@@ -130,9 +130,11 @@ def peaks(plan: Plan) -> Part:
     for _ in range(3):
         gc.collect()
         before = _begin()
-        with SavedTensors(stage.parameters, lambda: stage.kv_cache.num_bytes) as saved:
-            offload = ActivationOffload(saved, host) if any(plan.copies) else None
-            Executor(plan, 0, {0: stage}, offload=offload, host=host).run()
+        with (
+            ActivationOffload(host, stage.parameters, lambda: stage.kv_cache.num_bytes) as saved,
+            offload_handlers(plan, 0, {0: stage}, host, saved) as handlers,
+        ):
+            executor_of(plan, 0, {0: stage}, handlers=handlers).run()
         counted = saved.peak_bytes
         if DEVICE.type == "cuda":
             allocated, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()

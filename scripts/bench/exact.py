@@ -18,7 +18,8 @@ from dataclasses import replace
 
 from megatron_epp.contrib.exact.oracle import oracle
 from megatron_epp.plan import InfeasibleError
-from megatron_epp.planner import Options, for_table
+from megatron_epp.planner import Options
+from megatron_epp.planner.fitted import for_table
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.orders.unit import TOKENS, Unit
 from scripts.tables import table

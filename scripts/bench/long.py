@@ -11,7 +11,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.cost import OptimizerBytes, PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.plan import Plan
 from megatron_epp.plan.plan_figures import host_peak_bytes
 from megatron_epp.planner import Options, Problem

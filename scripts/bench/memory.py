@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from scripts.bench.frame import Bench, Figures, geometric_mean

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_epp.contrib.exact.oracle import oracle
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import Op, Plan
-from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.document import digest
 
 Tensors = dict[str, Tensor]
 

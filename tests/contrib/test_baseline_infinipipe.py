@@ -12,8 +12,10 @@ from megatron_epp.contrib.papers.infinipipe.checkpointing import Effort, diagona
 from megatron_epp.contrib.papers.infinipipe.integer_program import Model, Solution
 from megatron_epp.contrib.papers.infinipipe.planner import Grouping, algorithm_1
 from megatron_epp.contrib.papers.slices import Slicer
-from megatron_epp.cost import LinearTime, PipelineCosts
-from megatron_epp.plan import Action, Chunk, Op, Segment, check
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime
+from megatron_epp.plan import Action, Chunk, Op, Segment
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.contrib.demos import rounds
 from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, doubt, turns
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.tools.launch.runs import RecordedRun
 from scripts.bench.alone import replayed_us
 from tests.support.plan.report_plans import measured_run, sliced_plan

@@ -8,10 +8,11 @@ import pytest
 
 from megatron_epp.contrib.demos.emulate import EmulatedRank, WaitingOffload, emulate, host_locks
 from megatron_epp.plan import Action, EppError, Op
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.relations import deps
-from megatron_epp.plan.serialize import digest, save
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.serialize import save
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner import plan as make_plan
 from megatron_epp.tools.cli.main import main

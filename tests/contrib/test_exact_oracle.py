@@ -9,14 +9,17 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.contrib.exact.oracle import TOLERANCE, Proven, oracle
-from megatron_epp.cost import Costs, LinearTime, PipelineCosts, Static
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import Costs, PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Segment
-from megatron_epp.plan.check import check
 from megatron_epp.plan.chunk import slice_neighbours
-from megatron_epp.planner import Options, Problem, for_table, plan
+from megatron_epp.plan.proof import check
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
+from megatron_epp.planner.fitted import for_table
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.result import greedy

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_epp.contrib.exact.oracle import makespan_us
 from megatron_epp.contrib.exact.refine import MOST_CHUNKS, milp
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import InfeasibleError, Op
-from megatron_epp.plan.check import check
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.result import greedy

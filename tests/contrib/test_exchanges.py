@@ -28,7 +28,7 @@ def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(name: str = "stp", **changes: Any) -> PairRunner | None:
     run = Namespace(rank=0, args=Namespace(**(ARGUMENTS | changes)))
-    with exchanges.Overlap(run).running(Unit(name, 2, 5).plan(), None, None) as handlers:
+    with exchanges.Overlap(run).running(Unit(name, 2, 5).plan(), None, None, {}) as handlers:
         return next((handler.__self__._run_pair for handler in handlers.values()), None)
 
 

@@ -10,8 +10,12 @@ from megatron_epp.contrib.papers import context_groups
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.contrib.papers.group_costs import GroupCosts
-from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment, check, from_json, lower, simulate, to_json
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
+from megatron_epp.plan.serialize import from_json, to_json
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.tools.formulas import H100, analytic_profile

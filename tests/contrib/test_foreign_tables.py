@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.contrib.foreign import from_table, is_table
-from megatron_epp.plan import Action, Op, PlanError, check
+from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
 from megatron_epp.tools.cli.main import main
 
 Rows = list[list[Action]]

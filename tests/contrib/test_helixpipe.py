@@ -11,8 +11,12 @@ from megatron_epp.contrib.helix.costs import with_separate_attention
 from megatron_epp.contrib.helix.helixpipe import HelixLayout, helixpipe
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.cost.work import NO_TIME
-from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step, check, from_json, lower, simulate, to_json
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, Step
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
+from megatron_epp.plan.serialize import from_json, to_json
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan, slice_groups
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.tools.formulas import H100, analytic_profile

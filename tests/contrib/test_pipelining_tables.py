@@ -9,8 +9,10 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from megatron_epp.contrib.foreign.pipelining import from_pipelining, launches_of
-from megatron_epp.plan import Op, PlanError, check, lower
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.plan import Op, PlanError
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
 from megatron_epp.tools.cli.main import main
 
 TABLE = """\

@@ -12,21 +12,25 @@ import torch.distributed as dist
 from megatron_epp.contrib.overlap import turns
 from megatron_epp.contrib.overlap.joined import Passing, joined_us
 from megatron_epp.contrib.overlap.turns import Collective, StepsOfTwo, exchanges_of, run_together
-from megatron_epp.cost import LinearTime
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.slowness import ITERATIONS, SlowStages
-from megatron_epp.plan import Action, Op, PlanError, Step, check
+from megatron_epp.cost.work import LinearTime
+from megatron_epp.features.slow_stages.stage_watch import ITERATIONS, SlowStages
+from megatron_epp.features.split_weights.deferred_gradients import handlers
+from megatron_epp.plan import Action, Op, PlanError, Step
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
+from megatron_epp.planner.other_planners import plan_of_decisions
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor, RunError
+from megatron_epp.runtime.executor import HANDLERS, RunError
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.tools.formulas import H100, analytic_profile, on_device
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders.unit import TOKENS, Unit
 from tests.support.runtime.dense_attention import relative_difference
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, whole_run
+from tests.support.runtime.plain_stage import NotedGradients, PlainStage, batch_of, build_part, whole_run
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.runtime_plans import by_hand
 
@@ -111,20 +115,21 @@ class PausingStage(PlainStage):
         self.calls.append(f"F{context.chunk} ends")
         return output
 
-    def backward(self, context, output, grad, keep_weights):
-        super().backward(context, output, grad, keep_weights)
+    def backward(self, context, output, grad):
+        super().backward(context, output, grad)
         turns.hand_over()
         self.calls.append(f"B{context.chunk} ends")
 
 
-def executor_of(plan, exchanges, kind=PausingStage):
+def executor_with(plan, exchanges, kind=PausingStage):
     stage = kind(build_part(plan.num_layers, 0), batch_of(plan))
-    steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges))
-    return Executor(plan, 0, {0: stage}, handlers=steps.handlers() if exchanges else {}), stage, steps
+    own = handlers(plan, {0: stage})
+    steps = StepsOfTwo(plan, 0, partial(run_together, exchanges=exchanges), {**HANDLERS, **own})
+    return executor_of(plan, 0, {0: stage}, handlers=own | (steps.handlers() if exchanges else {})), stage, steps
 
 
 def run(plan, exchanges, kind=PausingStage):
-    executor, stage, _ = executor_of(plan, exchanges, kind)
+    executor, stage, _ = executor_with(plan, exchanges, kind)
     executor.run()
     return stage
 
@@ -197,7 +202,7 @@ def test_two_backwards_of_a_step_run_one_after_the_other():
     """Autograd has one thread for a device, so the second would wait for the first, which waits for its turn."""
     num_turns = []
     for pair in (("0W0", "0F2"), ("0W1", "0B2")):
-        executor, _, steps = executor_of(with_steps(pair), no_exchange)
+        executor, _, steps = executor_with(with_steps(pair), no_exchange)
         executor.run()
         num_turns.append(steps.num_turns)
     assert num_turns[0] > num_turns[1] == 0
@@ -216,17 +221,20 @@ def test_gradients_are_those_of_whole_sequences(pairs):
 def test_a_weight_gradient_hands_over_between_two_layers():
     calls = []
 
+    class CountingGradients(NotedGradients):
+        def run(self, chunk):
+            calls.append(f"W{chunk} with {len(self._deferred[chunk])} layers")
+            super().run(chunk)
+            calls.append(f"W{chunk} ends")
+
     class CountingStage(PlainStage):
+        gradients_kind = CountingGradients
+
         def forward(self, context, hidden):
             for number in range(3):
                 calls.append(f"F{context.chunk}.{number}")
                 turns.hand_over()
             return super().forward(context, hidden)
-
-        def weight(self, chunk):
-            calls.append(f"W{chunk} with {len(self.weights._deferred[chunk])} layers")
-            super().weight(chunk)
-            calls.append(f"W{chunk} ends")
 
     run(with_steps(("0W0", "0F2")), no_exchange, CountingStage)
     begin = next(at for at, call in enumerate(calls) if call.startswith("W0 with"))
@@ -236,7 +244,7 @@ def test_a_weight_gradient_hands_over_between_two_layers():
 
 def test_a_failing_action_of_a_step_is_named_like_any_other():
     class FaultyStage(PausingStage):
-        def backward(self, context, output, grad, keep_weights):
+        def backward(self, context, output, grad):
             raise ValueError("no such word")
 
     with pytest.raises(RunError, match="step 1, action 0F1 failed: ValueError: no such word"):
@@ -245,7 +253,7 @@ def test_a_failing_action_of_a_step_is_named_like_any_other():
 
 def test_what_the_second_of_two_forwards_saves_is_counted():
     def peak(exchanges):
-        executor, stage, _ = executor_of(with_steps(("0F0", "0F1")), exchanges)
+        executor, stage, _ = executor_with(with_steps(("0F0", "0F1")), exchanges)
         with SavedTensors(stage.part.parameters(), lambda: stage.kv_cache.num_bytes) as saved:
             executor.run()
         assert saved.live_bytes == 0
@@ -319,10 +327,10 @@ def test_pairs_that_are_not_neighbours_or_share_an_action_are_refused():
     unit, made = decisions()
     strange = (Action(Op.F, 0, 0), Action(Op.B, 0, 4))
     with pytest.raises(PlanError, match="joined has 0F0 and 0B4, which no rank runs one after the other"):
-        build_plan(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({strange})))
+        plan_of_decisions(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({strange})))
     row = made.order[0]
     with pytest.raises(PlanError, match=f"joined has {row[1]} in two pairs"):
-        build_plan(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({row[:2], row[1:3]})))
+        plan_of_decisions(unit.problem, unit.costs, Options(), replace(made, joined=frozenset({row[:2], row[1:3]})))
 
 
 def test_actions_that_take_turns_last_longer_and_make_no_stage_slow():

@@ -14,11 +14,14 @@ from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.contrib.papers.dynapipe import sorted_microbatches
 from megatron_epp.contrib.papers.partition import least_latency
 from megatron_epp.contrib.papers.sppo import sequence_aware_shares
-from megatron_epp.cost import LinearTime, PipelineCosts
-from megatron_epp.plan import NO_RECOMPUTE, Op, Plan, check, lower
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime
+from megatron_epp.plan import NO_RECOMPUTE, Op, Plan
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import PLANNERS
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan, tabulate
 from megatron_epp.planner.baselines.contest import fixed_size_chunks
 from megatron_epp.tools.formulas import H100, analytic_profile

@@ -16,13 +16,18 @@ import pytest
 from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.group_costs import GroupCosts
-from megatron_epp.cost import LinearTime, PipelineCosts, causal_pairs
 from megatron_epp.cost.blocks import HEAD, LAYER
-from megatron_epp.plan import Chunk, Op, Plan, Segment, check, lower, to_grid
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, causal_pairs
+from megatron_epp.plan import Chunk, Op, Plan, Segment
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.layout import Layout
-from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, for_table, plan
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.fitted import for_table
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import run_ahead
 from megatron_epp.tools.layouts import layout_choice

@@ -9,12 +9,17 @@ from typing import Literal
 import pytest
 
 from megatron_epp.contrib.papers.slimpipe import even_slices
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.plan import Action, Op, Plan, PlanError, check, lower, simulate, to_grid, to_json
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.plan import Action, Op, Plan, PlanError
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.layout import Layout, even_layers
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
+from megatron_epp.plan.serialize import to_json
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.tools.cli.main import main
 from megatron_epp.tools.formulas import H100, analytic_profile

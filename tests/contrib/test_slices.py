@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.contrib.papers.packing import PackedItem, pack
 from megatron_epp.contrib.papers.slices import Slicer
-from megatron_epp.cost import causal_pairs
+from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner import Options, plan
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp import planner
-from megatron_epp.plan import Action, Copy, Op, PlanError, check, from_json, lower, simulate, to_grid, to_json
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.plan import Action, Copy, Op, PlanError
+from megatron_epp.plan.grid import to_grid
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.operations import (
     At,
     Before,
@@ -22,6 +23,10 @@ from megatron_epp.plan.operations import (
     register,
     unregister,
 )
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
+from megatron_epp.plan.serialize import from_json, to_json
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us
@@ -88,14 +93,14 @@ class Shards:
 def run_plan(rank, links, make, num_layers):
     """Run a plan with the operation on this rank; the sums, and the gradient sums of its stages."""
     from megatron_epp.contrib.demos.emulate import EmulatedRank, WaitingStage
-    from megatron_epp.runtime.executor import Executor
+    from megatron_epp.runtime.lowered import executor_of
 
     with defined():
         plan = make(num_layers)
         shards = Shards(rank, plan.num_ranks, plan.placement[-1])
         shared = EmulatedRank(plan, rank, 1.0)
         stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(plan.placement) if on == rank}
-        Executor(plan, rank, stages, links, handlers=shards.handlers()).run()
+        executor_of(plan, rank, stages, links, handlers=shards.handlers()).run()
         return shards.sums, [text for text, _, _ in shared.events]
 
 
@@ -199,10 +204,11 @@ def with_placement(placement):
 
 
 def test_a_runtime_without_its_handler_refuses_the_plan(plan):
-    from megatron_epp.runtime.executor import Executor, RunError
+    from megatron_epp.runtime.executor import RunError
+    from megatron_epp.runtime.lowered import executor_of
 
-    with pytest.raises(RunError, match="no handler for the plan's K, SPREAD_K, SUM_K actions"):
-        Executor(plan, 0, {0: None}, links=object())
+    with pytest.raises(RunError, match="this run has no handler for the plan's K, SPREAD_K, SUM_K actions"):
+        executor_of(plan, 0, {0: None}, links=object())
 
 
 def test_an_operation_that_is_not_in_the_table_is_reported():

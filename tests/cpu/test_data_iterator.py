@@ -9,7 +9,8 @@ import pytest
 
 from megatron_epp.data.iterator import DisagreementError, PlannedBatches, PlanSource, samples_in
 from megatron_epp.data.sampler import GlobalBatchSampler
-from megatron_epp.plan import EppError, InfeasibleError, lower
+from megatron_epp.plan import EppError, InfeasibleError
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.problem import Lengths
 from megatron_epp.port.packed import PackedPlan
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of

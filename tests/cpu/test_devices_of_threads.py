@@ -14,7 +14,7 @@ from megatron_epp.contrib.overlap import turns
 from megatron_epp.contrib.overlap.turns import run_together
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.port.packed import PackedPlan
-from megatron_epp.runtime.context import prepare
+from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.side_thread import SideStream, SideThread
 from megatron_epp.runtime.watchdog import Watchdog
 from tests.pure.test_layers import PURE

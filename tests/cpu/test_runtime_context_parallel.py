@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.offload.host_store import HostStore
 from tests.support.runtime.dense_attention import relative_difference
 from tests.support.runtime.rank_processes import Ranks
 from tests.support.runtime.relay_chunks import CHANNELS, ChunkedLayer, slices
@@ -20,8 +21,8 @@ def differences(rank, links, lengths, chunks, token_multiple, mode, offloads=Fal
     """
     layer = ChunkedLayer(lengths, chunks, token_multiple, layers=2, group=links.activations, **options)
     begun = {context.begun.sequence for context in layer.contexts if context.begun is not None}  # these stay on the device
-    host = HostMemory(torch.device("cpu"), 1 << 30) if offloads else None
-    layer.kv_cache.begin(set(range(len(lengths))) - begun if offloads else (), host)
+    if offloads:
+        layer.kv_cache.offloaded = HostStore(HostMemory(torch.device("cpu"), 1 << 30), set(range(len(lengths))) - begun)
     num_whole = 0 if mode == "kept" else layer.layers
     whole = layer.whole()
     worst = []

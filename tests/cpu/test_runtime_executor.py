@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
-from megatron_epp.plan import Action, Op, Step, to_grid
+from megatron_epp.plan import Action, Op, Step
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.runtime.attention.segments import KVCacheError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor, RunError
+from megatron_epp.runtime.executor import RunError
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.watchdog import Watchdog
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv, one_rank, one_rank_two_stages, two_ranks
@@ -44,9 +46,9 @@ def with_groups(plan):
     return replace(plan, extensions=(groups,))
 
 
-def with_recompute_actions(plan):
+def with_action(plan, op, at):
     row = plan.ranks[0]
-    return replace(plan, ranks=((*row[:3], Step(Action(Op.R, 0, 1), 0.0, 0, 0), *row[3:]),))
+    return replace(plan, ranks=((*row[:at], Step(Action(op, 0, 1), 0.0, 0, 0), *row[at:]),))
 
 
 ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"
@@ -59,15 +61,16 @@ ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"
         (one_rank(), {1: None}, ELSEWHERE),
         (one_rank(), {0: None, 1: None}, ELSEWHERE),
         (two_ranks(), {0: None}, "over 2 ranks needs links"),
-        (offloading_kv(one_rank()), {0: None}, "add offload"),
+        (offloading_kv(one_rank()), stages_of(one_rank()), "add offload"),
         (offloading(one_rank(), 0.5), {0: None}, "add offload"),
         (with_groups(one_rank()), {0: None}, "lacks what the plan needs: groups of context-parallel ranks: it shares"),
-        (with_recompute_actions(one_rank()), {0: None}, "no handler for the plan's R actions"),
+        (with_action(one_rank(), Op.R, 3), {0: None}, "no handler for the plan's R actions$"),
+        (with_action(one_rank(), Op.W, 6), {0: None}, "no handler for the plan's W actions; add split_weight"),
     ],
 )
 def test_what_the_plan_needs_and_the_rank_lacks_is_refused(plan, stages, said):
     with pytest.raises(RunError, match=said):
-        Executor(plan, 0, stages)
+        executor_of(plan, 0, stages)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_a_failing_action_is_named_with_its_rank_and_the_grid(error, said):
 
     plan = one_rank()
     with pytest.raises(RunError) as failure:
-        Executor(plan, 0, faulty(plan, fail)).run()
+        executor_of(plan, 0, faulty(plan, fail)).run()
     assert str(failure.value) == f"pipeline rank 0, step 1, action 0F1 failed: {said}\n{to_grid(plan)}"
     assert failure.value.__cause__ is error
 
@@ -91,7 +94,7 @@ def test_a_cache_left_over_is_found_at_the_end_of_the_plan():
     stages = stages_of(plan)
     stages[0].kv_cache.append(0, SliceView(8, 0, 2, 4, 4), torch.zeros(2, 1, 1), torch.zeros(2, 1, 1))
     with pytest.raises(RunError, match=r"step 7, the end of the plan failed: caches of \(layer, sequence\) \[\(0, 8\)\]"):
-        Executor(plan, 0, stages).run()
+        executor_of(plan, 0, stages).run()
 
 
 def test_a_stage_that_gives_its_input_no_gradient_is_found_out():
@@ -101,7 +104,7 @@ def test_a_stage_that_gives_its_input_no_gradient_is_found_out():
 
     plan = one_rank_two_stages()
     with pytest.raises(RunError, match="action 1B1 failed: stage 1 gave its input no gradient"):
-        Executor(plan, 0, stages_of(plan, Cut)).run()
+        executor_of(plan, 0, stages_of(plan, Cut)).run()
 
 
 def test_a_hanging_action_is_named():
@@ -114,7 +117,7 @@ def test_a_hanging_action_is_named():
             expired.set()
 
     plan = one_rank()
-    Executor(plan, 0, faulty(plan, lambda: expired.wait(60)), watchdog=Watchdog(0.5, on_expiry)).run()
+    executor_of(plan, 0, faulty(plan, lambda: expired.wait(60)), watchdog=Watchdog(0.5, on_expiry)).run()
     assert messages[-1].startswith("pipeline rank 0, step 1, action 0F1 has not finished after 0.5 s")
     assert "wait_limit_seconds), in compute or in a collective of its own" in messages[-1]
     assert messages[-1].endswith(to_grid(plan))
@@ -134,10 +137,10 @@ class CountingStage(PlainStage):
         self._tensors += [(context.chunk, weakref.ref(x)) for x in (hidden, output) if x is not None]
         return output
 
-    def backward(self, context, output, grad, keep_weights):
+    def backward(self, context, output, grad):
         self._note(f"B{context.chunk}")
         self._tensors.append((context.chunk, weakref.ref(output)))
-        super().backward(context, output, grad, keep_weights)
+        super().backward(context, output, grad)
 
     def _note(self, action):
         self.alive[action] = {chunk for chunk, tensor in self._tensors if tensor() is not None}
@@ -146,7 +149,7 @@ class CountingStage(PlainStage):
 def test_inputs_and_outputs_live_from_forward_to_backward_and_no_longer():
     plan = one_rank_two_stages()
     stages = stages_of(plan, CountingStage)
-    executor = Executor(plan, 0, stages)
+    executor = executor_of(plan, 0, stages)
     executor.run()
     expected = {"F0": set(), "F1": {0}, "B1": {0, 1}, "F2": {0}, "B2": {0, 2}, "B0": {0}}
     assert stages[1].alive == expected
@@ -160,7 +163,7 @@ def test_an_executor_that_has_run_is_gone_without_the_garbage_collector():
     collects = gc.isenabled()
     gc.disable()
     try:
-        executor = Executor(plan, 0, {0: stage})
+        executor = executor_of(plan, 0, {0: stage})
         executor.run()
         ended = weakref.ref(executor)
         del executor
@@ -176,7 +179,7 @@ def test_evaluation_drops_everything_at_once_and_builds_no_graph():
     )
     stages = stages_of(plan, CountingStage)
     with SavedTensors() as meter:
-        Executor(plan, 0, stages).run()
+        executor_of(plan, 0, stages).run()
     assert meter.peak_bytes == 0
     for stage in stages.values():
         assert stage.alive == {"F0": set(), "F1": set(), "F2": set()}
@@ -192,23 +195,21 @@ class UntrainedStage(CountingStage):
         assert not torch.is_grad_enabled()
         return super().forward(context, hidden)
 
-    def backward(self, context, output, grad, keep_weights):
+    def backward(self, context, output, grad):
         raise AssertionError("nothing here trains")
-
-    weight = backward
 
 
 def test_stages_before_the_first_that_trains_keep_nothing_and_pass_their_backwards_on():
     plan = one_rank_two_stages()
     stages = stages_of(plan, CountingStage) | {0: stages_of(plan, UntrainedStage)[0]}
     with SavedTensors(parameter for stage in stages.values() for parameter in stage.part.parameters()) as meter:
-        Executor(plan, 0, stages).run()
+        executor_of(plan, 0, stages).run()
         of_both = meter.peak_bytes
     assert all(parameter.grad is None for parameter in stages[0].part.parameters())
     expected = stages_of(plan)
-    Executor(plan, 0, expected).run()
+    executor_of(plan, 0, expected).run()
     for ours, theirs in zip(stages[1].part.parameters(), expected[1].part.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
     with SavedTensors(parameter for stage in expected.values() for parameter in stage.part.parameters()) as meter:
-        Executor(plan, 0, stages_of(plan)).run()
+        executor_of(plan, 0, stages_of(plan)).run()
     assert 0 < of_both < meter.peak_bytes

@@ -5,10 +5,10 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from megatron_epp.plan import to_grid
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.runtime import failures
-from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.failures import FailureBoard
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 from tests.support.runtime.rank_processes import run_until_exit
@@ -26,9 +26,9 @@ class FaultyStage(PlainStage):
         self._maybe(f"F{context.chunk}")
         return super().forward(context, hidden)
 
-    def backward(self, context, output, grad, keep_weights):
+    def backward(self, context, output, grad):
         self._maybe(f"B{context.chunk}")
-        super().backward(context, output, grad, keep_weights)
+        super().backward(context, output, grad)
 
     def _maybe(self, action):
         if action == self.action:
@@ -48,7 +48,7 @@ def run_with_fault(rank, links, plan, faulty_rank, action, fault, limit_s=None):
     action = action if rank == faulty_rank else None
     stage = FaultyStage(build_part(plan.num_layers, rank), batch_of(plan), action, fault)
     watchdog = Watchdog(limit_s) if limit_s is not None and rank != faulty_rank else None
-    Executor(plan, rank, {rank: stage}, links, watchdog=watchdog).run()
+    executor_of(plan, rank, {rank: stage}, links, watchdog=watchdog).run()
 
 
 LIMIT_S = 4

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import EppError, Op, simulate
+from megatron_epp.features.offload.host import MACHINE, HostMemory, Region, cpus_of_node, host_limit, near
+from megatron_epp.plan import EppError, Op
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, in_units, kv_offload_changes, slices_of
 from megatron_epp.plan.lowering import lower
-from megatron_epp.runtime.offload.host import MACHINE, HostMemory, Region, cpus_of_node, host_limit, near
-from megatron_epp.runtime.out_of_memory import HostMemoryError
+from megatron_epp.plan.simulation import simulate
+from megatron_epp.runtime.memory_use import HostMemoryError
 from tests.support.runtime.late_host import late_host
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, planned
 

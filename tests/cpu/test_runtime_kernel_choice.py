@@ -12,16 +12,15 @@ from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import (
     EXACT_ATTENTION,
-    FLASH_ATTN,
-    FLASH_ATTN_3,
     PREFERENCES,
-    TORCH_FLASH,
-    TRANSFORMER_ENGINE,
     AttentionCase,
     flash,
+    kernels_of,
     transformer_engine,
 )
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
+from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
+from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
 from tests.support.runtime.attention_libraries import LIBRARIES, install
 
 ON_GPU = AttentionCase("cuda", torch.bfloat16, 128, 8, 2)
@@ -38,11 +37,11 @@ def played(monkeypatch):
         chosen = {
             preference: tuple(
                 replace(k, obstacle=lambda case, k=k: None if k is EXACT_ATTENTION or k.name in names else "not here")
-                for k in order
+                for k in kernels_of(preference)
             )
-            for preference, order in PREFERENCES.items()
+            for preference in PREFERENCES
         }
-        monkeypatch.setattr(kernels, "PREFERENCES", chosen)
+        monkeypatch.setattr(kernels, "kernels_of", chosen.get)
 
     yield play
     kernels._choose.cache_clear()
@@ -111,7 +110,7 @@ def test_what_the_user_asks_for_and_is_not_there_is_refused_with_every_reason(pl
     assert kernels._choose(ON_GPU, "unfused").name == EXACT_ATTENTION.name
 
 
-@pytest.mark.parametrize("preference", [name for name, order in PREFERENCES.items() if order != (EXACT_ATTENTION,)])
+@pytest.mark.parametrize("preference", [name for name in PREFERENCES if [*kernels_of(name)] != [EXACT_ATTENTION]])
 def test_on_a_cpu_everything_runs_in_exact_blocks_and_no_other_kernel_is_tried(preference):
     q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
     assert kernels.choose(q, k, k, preference) is EXACT_ATTENTION

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.offload.host_store import HostStore, PieceReader
 from megatron_epp.plan import Chunk, Segment, sizing
-from megatron_epp.plan.kv_offload import head_parts
+from megatron_epp.plan.kv_offload import head_parts, in_units
 from megatron_epp.plan.sizing import size_class
-from megatron_epp.runtime.attention.host_store import PieceReader
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, base
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, SliceView
-from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.late_host import LATE_HOSTS, late_host
 from tests.support.runtime.plain_stage import run_plan
@@ -50,7 +50,7 @@ def run(layer, host=None, mode="kept", fp32_gradients="off", forward_only=False)
     kv_cache, seen = layer.kv_cache, []
     kv_cache.fp32_gradients = fp32_gradients
     begun = {context.begun.sequence for context in layer.contexts if context.begun is not None}  # these stay on the device
-    kv_cache.begin(set(range(len(layer.sequences))) - begun if host else (), host)
+    kv_cache.offloaded = None if host is None else HostStore(host, set(range(len(layer.sequences))) - begun)
     num_whole = 0 if mode == "kept" else layer.layers
     for c, context in enumerate(layer.contexts):
         with kv_cache.running(context.view, False):
@@ -108,14 +108,14 @@ def test_the_device_holds_two_pieces_in_forward_and_three_in_backward_however_ma
     piece = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
     assert run(layer, host) == [2 * piece] * 4 + [3 * piece] * 4
     assert layer.kv_cache.num_bytes == 0
-    assert layer.kv_cache.offloaded.host_bytes == host.held_bytes == 0
-    assert layer.kv_cache.offloaded.host_peak_bytes == 2 * layer.cache_bytes()
+    assert host.held_bytes == 0
+    assert host.held_peak_bytes == in_units(2 * layer.cache_bytes())
 
 
 def test_an_action_has_its_buffers_from_its_start_as_plans_count_them():
     layer = ChunkedLayer(*CASES["one"], layers=2)
     kv_cache, view = layer.kv_cache, layer.contexts[-1].view
-    kv_cache.begin({0}, HostMemory(CPU, 1 << 30))
+    kv_cache.offloaded = HostStore(HostMemory(CPU, 1 << 30), {0})
     for c, context in enumerate(layer.contexts):
         with kv_cache.running(context.view, False):
             layer.forward(c)
@@ -146,15 +146,15 @@ def test_what_comes_next_is_on_its_way_before_it_is_asked_for():
 def test_without_backward_the_last_slice_empties_the_host():
     layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9), layers=2, forward_only=True)
     with torch.no_grad():
-        run(layer, HostMemory(CPU, 1 << 30), forward_only=True)
-    assert layer.kv_cache.offloaded.host_bytes == 0
+        run(layer, host := HostMemory(CPU, 1 << 30), forward_only=True)
+    assert host.held_bytes == 0
 
 
 @pytest.mark.parametrize("host", [None, HostMemory(CPU, 1 << 30)], ids=["resident", "offloaded"])
 def test_slices_out_of_order_and_caches_left_over_are_refused(host):
     layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9))
     kv_cache, views = layer.kv_cache, [context.view for context in layer.contexts]
-    kv_cache.begin({0} if host else (), host)
+    kv_cache.offloaded = None if host is None else HostStore(host, {0})
     with kv_cache.running(views[1], False), pytest.raises(KVCacheError, match="at token 4 finds the keys of 0 tokens"):
         layer.forward(1)
     with kv_cache.running(views[0], False):

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from megatron_epp.plan import Chunk, Segment, sizing
-from megatron_epp.plan.kv_offload import head_parts
+from megatron_epp.plan.kv_offload import head_parts, in_units
 from megatron_epp.plan.shape_classes import token_class
 from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import of_narrow_values
+from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, TORCH_FLASH
+from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
 from megatron_epp.runtime.attention.segments import SegmentTable
 from tests.cpu.test_runtime_kv_offload import CASES, HOSTS, run
 from tests.cpu.test_runtime_relay import assert_equals_whole_sequences
@@ -78,18 +80,18 @@ def test_caches_take_what_the_layout_says(layout):
     gradient = layer.layers * 37 * layer.cached_width * 8
     assert run(layer) == [whole] * 4 + [whole + gradient] * 3 + [0]
     piece = size_class(37) * layer.cached_width * 8 // head_parts(LAYOUTS[layout].get("kv_heads", 2))
-    assert run(kv_offload, HOSTS["at once"]()) == [2 * piece] * 4 + [3 * piece] * 4
-    assert kv_offload.kv_cache.offloaded.host_peak_bytes == 2 * whole
+    assert run(kv_offload, host := HOSTS["at once"]()) == [2 * piece] * 4 + [3 * piece] * 4
+    assert host.held_peak_bytes == in_units(2 * whole)
 
 
-@pytest.mark.parametrize("kernel", [kernels.TRANSFORMER_ENGINE, kernels.FLASH_ATTN, kernels.TORCH_FLASH], ids=lambda x: x.name)
+@pytest.mark.parametrize("kernel", [TRANSFORMER_ENGINE, FLASH_ATTN, TORCH_FLASH], ids=lambda x: x.name)
 def test_fused_kernels_refuse_values_of_another_width_than_keys(kernel):
     case = kernels.AttentionCase("cuda", torch.bfloat16, 192, 16, 16, 128)
     assert kernel.obstacle(case) == "values of 128 channels: it takes as many as keys have, 192"
     assert kernels.choose(*(torch.zeros(2, 4, width) for width in (192, 192, 128))) is kernels.EXACT_ATTENTION
 
 
-@pytest.mark.parametrize("kernel", [kernels.TRANSFORMER_ENGINE, kernels.FLASH_ATTN], ids=lambda x: x.name)
+@pytest.mark.parametrize("kernel", [TRANSFORMER_ENGINE, FLASH_ATTN], ids=lambda x: x.name)
 def test_fused_kernels_take_narrow_values_with_zeros_behind_them(kernel):
     case = kernels.AttentionCase("cuda", torch.bfloat16, 192, 16, 16, 128)
     assert of_narrow_values(kernel).obstacle(case) == kernel.obstacle(case._replace(value_channels=0))

@@ -7,7 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.plan import Op, lower, to_grid, to_json
+from megatron_epp.plan import Op
+from megatron_epp.plan.grid import to_grid
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.serialize import to_json
 from tests.support.plan.queue_machine import Machine, launches, rows_of, times_of
 from tests.support.runtime.launch_recorder import (
     COMPUTE,

@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_epp.plan import Chunk, EppError, Op, Segment, check, lower, simulate
+from megatron_epp.plan import Chunk, EppError, Op, Segment
 from megatron_epp.plan.communicators import Direction, directions
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
@@ -274,7 +277,7 @@ def test_a_stage_counts_values_of_another_chunk_and_of_the_other_kind():
     assert int(stage.wrong) == 0
     stage.forward(context, torch.full((3, 2), 4.0, requires_grad=True))
     assert int(stage.wrong) == 6
-    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.0), keep_weights=False)
+    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.0))
     assert int(stage.wrong) == 12
 
 
@@ -295,7 +298,7 @@ def test_a_stage_sums_a_tensor_after_every_action_and_in_the_reduction(monkeypat
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     stage, context = EchoStage(0, 2, torch.device("cpu"), "tensor parallel"), ChunkContext(5, TABLE, SlicedKVCache())
     stage.forward(context, torch.full((3, 2), 5.0, requires_grad=True))
-    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.5), keep_weights=False)
+    stage.backward(context, torch.zeros(()), torch.full((3, 2), 5.5))
     assert (sums, int(stage.wrong)) == (["tensor parallel"] * 2, 0)
     stage.reduce_gradients()
     assert len(sums) == 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_epp.cost.output_layer import loss_workspace_bytes
+from megatron_epp.plan.sizing import loss_workspace_bytes
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.loss import kernels as loss_kernels
 from megatron_epp.runtime.loss import token_blocks

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_epp.features.offload.activations import ActivationOffload, OwnedStorage, choose
+from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.autograd.saved import SavedTensors, Storage
-from megatron_epp.runtime.offload.activations import ActivationOffload, choose
-from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.late_host import LATE_HOSTS
 from tests.support.runtime.launch_recorder import COMPUTE, UPLOAD, WAIT, EachCopy, LaunchLog
@@ -31,16 +30,16 @@ class Forward:
 
     def __init__(self):
         self.x = torch.ones(8 * KIB, requires_grad=True)
-        self.saved = SavedTensors([self.x])
-        self.offload = ActivationOffload(self.saved, HostMemory(CPU, 1 << 20))
-        with self.saved, self.offload.forward_of(OWNER):
+        self.host = HostMemory(CPU, 1 << 20)
+        self.offload = ActivationOffload(self.host, [self.x])
+        with self.offload, self.offload.of(OWNER):
             self.y = (self.x.exp() * 1.0).exp().sum()
-        self.kept = self.saved.live_bytes
+        self.kept = self.offload.live_bytes
 
     @property
     def held_bytes(self):
         """On the device and in host memory."""
-        return self.saved.live_bytes, self.offload.host_bytes
+        return self.offload.live_bytes, self.host.held_bytes
 
     def run_backward(self):
         """And see that the gradient is right."""
@@ -50,7 +49,7 @@ class Forward:
 
 
 def storages(*sizes):
-    return [Storage(torch.empty(size, dtype=torch.uint8).untyped_storage(), OWNER) for size in sizes]
+    return [OwnedStorage(torch.empty(size, dtype=torch.uint8).untyped_storage(), OWNER) for size in sizes]
 
 
 @spread_by_default(
@@ -74,16 +73,15 @@ def test_gradients_are_those_without_offload_whenever_copies_happen(make, recomp
 
 def test_what_others_hold_or_several_chunks_share_stays():
     x, shared = torch.ones(KIB, requires_grad=True), torch.ones(KIB)
-    offload = ActivationOffload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
-    with saved:
-        with offload.forward_of(OWNER):
+    with ActivationOffload(host := HostMemory(CPU, 1 << 20), [x]) as offload:
+        with offload.of(OWNER):
             ours = x.exp()  # autograd keeps it and so do we
             first = (ours.sin() * shared).exp().sum()  # keeps `ours`, `shared` and what exp makes
-        with offload.forward_of((0, 1)):
+        with offload.of((0, 1)):
             second = x * shared
-        kept = saved.live_bytes
+        kept = offload.live_bytes
         offload.offload(OWNER, 1.0)
-        assert (kept, offload.host_bytes) == (3 * x.nbytes, x.nbytes)
+        assert (kept, host.held_bytes) == (3 * x.nbytes, x.nbytes)
         del first, second
 
 
@@ -105,7 +103,7 @@ def test_the_device_holds_less_between_free_and_back_and_the_host_holds_it_from_
     assert forward.held_bytes == (kept, 0)
     forward.run_backward()
     assert forward.held_bytes == (0, 0)
-    assert forward.saved.peak_bytes == kept
+    assert offload.peak_bytes == kept
     offload.assert_empty()
 
 
@@ -138,7 +136,7 @@ def test_what_is_dropped_while_a_part_of_it_is_away_is_forgotten():
     forward.offload.offload(OWNER, 0.75)
     forward.offload.free(OWNER)
     del forward.y
-    assert forward.saved.live_bytes == 0
+    assert forward.offload.live_bytes == 0
 
 
 TENSORS = [

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from megatron_epp.mcore.arguments.table import TRAINING, names_in_loop
-from megatron_epp.plan import Action, EppError, Op, Plan, PlanError, simulate
+from megatron_epp.plan import Action, EppError, Op, Plan, PlanError
 from megatron_epp.plan.errors import Remedy
-from megatron_epp.runtime.executor import Executor, OutOfMemoryRunError
-from megatron_epp.runtime.out_of_memory import LEAST_SHARE, HostMemoryError, OutOfMemoryReport, Usage, lower_cap
+from megatron_epp.plan.simulation import simulate
+from megatron_epp.runtime.executor import OutOfMemoryRunError
+from megatron_epp.runtime.lowered import executor_of
+from megatron_epp.runtime.memory_use import HostMemoryError, Usage
+from megatron_epp.runtime.out_of_memory import LEAST_SHARE, OutOfMemoryReport, lower_cap
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.failing_buffers import failing
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, run_plan
@@ -39,7 +42,7 @@ def run_short(rank, links, plan, faulty_rank, chunk):
     if rank == faulty_rank:
         stages[min(stages)].faulty_chunk = chunk
     report = OutOfMemoryReport(lambda static_bytes: Usage(static_bytes + 3 * 2**30, 8 * 2**30))
-    Executor(plan, rank, stages, links, out_of_memory=report).run()
+    executor_of(plan, rank, stages, links, out_of_memory=report.text).run()
 
 
 def test_the_run_ends_with_stage_chunk_bytes_and_two_flags(tmp_path):

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron_epp.features.offload.activations import OwnedTensors
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, SliceView
-from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.gated_delta import DeltaLayer
 from megatron_epp.runtime.handover import Handover
@@ -296,7 +296,7 @@ def test_a_state_that_a_recomputing_layer_read_is_kept_by_autograd_for_its_slice
         total = x.tanh().sum(0) + before
         return handover.leave(0, view, x * total, (total,))
 
-    with SavedTensors((), lambda: handover.num_bytes) as saved:
+    with OwnedTensors((), lambda: handover.num_bytes) as saved:
         for chunk, view in enumerate((FIRST, SECOND)):
             with saved.of((0, chunk)):
                 checkpoint(layer, x, view, use_reentrant=True)

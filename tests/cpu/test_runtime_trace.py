@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.plan import Action, Op
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.trace import trace
-from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import ActivationOffload
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.recorder import Recorder
 from tests.support import ROOT
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
@@ -24,7 +24,7 @@ from tests.support.runtime.runtime_plans import offloading, one_rank
 
 def run(recorder):
     plan = one_rank()
-    Executor(plan, 0, {0: PlainStage(build_part(plan.num_layers, 0), batch_of(plan))}, recorder=recorder).run()
+    executor_of(plan, 0, {0: PlainStage(build_part(plan.num_layers, 0), batch_of(plan))}, recorder=recorder).run()
     return plan
 
 
@@ -48,10 +48,10 @@ def test_events_are_the_plans_actions_in_order_and_do_not_overlap():
 
 def test_copies_are_recorded_between_their_forward_and_their_backward_and_drawn_on_a_track_of_their_own():
     plan, recorder = offloading(one_rank(), 1.0), Recorder()
-    with SavedTensors() as saved:
-        offload = ActivationOffload(saved, HostMemory(torch.device("cpu"), 1 << 30))
-        stage = PlainStage(build_part(plan.num_layers, 0), batch_of(plan))
-        Executor(plan, 0, {0: stage}, recorder=recorder, offload=offload).run()
+    stages = {0: PlainStage(build_part(plan.num_layers, 0), batch_of(plan))}
+    host = HostMemory(torch.device("cpu"), 1 << 30)
+    with ActivationOffload(host) as saved, offload_handlers(plan, 0, stages, host, saved) as handlers:
+        executor_of(plan, 0, stages, recorder=recorder, handlers=handlers).run()
     events = recorder.events()
     at = {name: start for name, start, _, _ in events}
     for chunk in range(len(plan.chunks)):

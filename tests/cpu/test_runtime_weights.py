@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_epp.features.split_weights.deferred_gradients import WeightGradients
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.autograd.weights import WeightGradients
 from tests.support.runtime.plain_stage import linear
 
 TOKENS, WIDTH = 7, 5

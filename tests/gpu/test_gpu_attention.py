@@ -39,7 +39,7 @@ def usable(kernel, case):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("kind", CHUNKS)
-@pytest.mark.parametrize("kernel", kernels.PREFERENCES["auto"], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [*kernels.kernels_of("auto")], ids=lambda kernel: kernel.name)
 def test_output_and_gradients_agree_with_dense_attention(kernel, kind, kv_heads, dtype, channels):
     usable(kernel, kernels.AttentionCase("cuda", dtype, channels, HEADS, kv_heads))
     table = SegmentTable.build(CHUNKS[kind], CHUNKS[kind].num_tokens)
@@ -64,7 +64,7 @@ def test_output_and_gradients_agree_with_dense_attention(kernel, kind, kv_heads,
         assert (actual.double() - wanted).norm() <= TOLERANCES[dtype] * wanted.norm()
 
 
-@pytest.mark.parametrize("kernel", kernels.PREFERENCES["auto"], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [*kernels.kernels_of("auto")], ids=lambda kernel: kernel.name)
 def test_key_heads_that_go_one_after_the_other_have_the_gradients_of_all_at_once(kernel):
     usable(kernel, kernels.AttentionCase("cuda", torch.bfloat16, 64, HEADS, 2))
     table = SegmentTable.build(CHUNKS["hybrid"], CHUNKS["hybrid"].num_tokens)
@@ -89,11 +89,11 @@ def test_key_heads_that_go_one_after_the_other_have_the_gradients_of_all_at_once
 def test_the_first_kernel_that_can_serve_proves_itself_and_is_chosen(dtype):
     case = kernels.AttentionCase("cuda", dtype, 128, HEADS, 2)
     chosen, obstacles = kernels.explain(case)
-    able = [kernel for kernel in kernels.PREFERENCES["auto"] if kernel.obstacle(case) is None]
+    able = [kernel for kernel in [*kernels.kernels_of("auto")] if kernel.obstacle(case) is None]
     assert chosen is able[0], obstacles
 
 
-@pytest.mark.parametrize("kernel", kernels.PREFERENCES["auto"], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [*kernels.kernels_of("auto")], ids=lambda kernel: kernel.name)
 def test_attention_waits_for_nothing_on_the_host_and_draws_no_random_numbers(kernel):
     usable(kernel, kernels.AttentionCase("cuda", torch.bfloat16, 64, HEADS, HEADS))
     q, k, v = (torch.randn(64, HEADS, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_epp.cost.output_layer import loss_workspace_bytes
+from megatron_epp.plan.sizing import loss_workspace_bytes
 from megatron_epp.runtime.loss import token_blocks as block_loss
 from megatron_epp.runtime.loss.kernels import LIGER, LossCase, explain
 from megatron_epp.runtime.loss.token_blocks import Head, block_losses

@@ -60,12 +60,12 @@ class Model:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_are_the_same(fused):
-    from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
+    from megatron_epp.features.split_weights.linear_layers import split_where_possible
 
     joint, split = Model(delays=False, fused=fused), Model(delays=True, fused=fused)
     for chunk in range(CHUNKS):
         joint.backward(chunk, contextlib.nullcontext())
-    split_weight_gradients(split.model)
+    split_where_possible(split.model)
     gradients = split.model.weight_gradients
     split.backward(0, gradients.keeping(0))
     split.backward(1, gradients.keeping(1))

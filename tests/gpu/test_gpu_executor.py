@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.features.offload.host import HostMemory
 from tests.support.gpu_stage import DEVICE, relative_difference, run
 from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
 

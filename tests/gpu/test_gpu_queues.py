@@ -1,4 +1,4 @@
-"""The premise of `plan.check.deadlock`: how a GPU's hardware queues start what streams hand them."""
+"""The premise of `plan.proof.deadlock`: how a GPU's hardware queues start what streams hand them."""
 
 import os
 import subprocess

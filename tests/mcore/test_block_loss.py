@@ -13,7 +13,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-from megatron_epp.cost import LinearTime
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.mcore.costs.sources import _by_blocks
 from megatron_epp.mcore.model import block_loss as module
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, block_loss, loss_obstacle, shard_logits

@@ -3,15 +3,15 @@
 import threading
 from argparse import Namespace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 import torch.distributed as dist
 
-from megatron_epp.cost.learning import RECORDED, WARM_UP
-from megatron_epp.mcore.iteration import base_run
-from megatron_epp.mcore.iteration.base_run import Run
-from megatron_epp.mcore.iteration.learn_costs import CostLearning, LearntPlanner
+from megatron_epp.cost.kept import RECORDED, WARM_UP
+from megatron_epp.features.learnt_costs import learn_costs
+from megatron_epp.features.learnt_costs.learn_costs import CostLearning, LearntPlanner, first_batch
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner import Problem, plan
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
@@ -48,10 +48,10 @@ class Times:
 def made(monkeypatch: pytest.MonkeyPatch) -> CostLearning:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: None)
-    monkeypatch.setattr(base_run, "from_each_of_job", lambda item: [item])
-    ours = object.__new__(Run)
-    ours.args, ours.costs, ours.learnt_with = Namespace(save=None), FORMULAS, {}
-    return CostLearning(partial(ours.fit, keeps_weights=True))
+    monkeypatch.setattr(learn_costs, "from_each_of_job", lambda item: [item])
+    run = SimpleNamespace(args=Namespace(save=None, epp_lookahead=2), costs=FORMULAS, makes_chunks=True)
+    run.links, run.completed, run.plan_by = SimpleNamespace(ranks=[0]), lambda costs: costs, partial(setattr, run, "costs")
+    return CostLearning(run)  # type: ignore[arg-type]
 
 
 def test_training_waits_for_the_times_of_the_last_measured_iteration_only(made: CostLearning) -> None:
@@ -63,12 +63,15 @@ def test_training_waits_for_the_times_of_the_last_measured_iteration_only(made: 
             return super().events()
 
     for _ in range(WARM_UP):
-        assert made.after(PLAN, Times()) is None  # type: ignore[arg-type]
-    assert made.after(PLAN, Late()) is None  # type: ignore[arg-type]
+        made.after(PLAN, Times(), dict)  # type: ignore[arg-type]
+    made.after(PLAN, Late(), dict)  # type: ignore[arg-type]
     have_come.set()
     for _ in range(RECORDED - 2):
-        assert made.after(PLAN, Times()) is None  # type: ignore[arg-type]
-    assert made.after(PLAN, Times()) is not None  # type: ignore[arg-type]
+        made.after(PLAN, Times(), dict)  # type: ignore[arg-type]
+    assert made.saved is None
+    made.after(PLAN, Times(), dict)  # type: ignore[arg-type]
+    assert made.saved is not None
+    assert made._run.costs is made.saved.costs
     assert made.learner.recorded == RECORDED
 
 
@@ -78,19 +81,19 @@ def test_an_error_of_reading_times_is_raised_at_the_next_iteration(made: CostLea
             raise OSError("no times")
 
     for _ in range(WARM_UP):
-        made.after(PLAN, Times())  # type: ignore[arg-type]
-    made.after(PLAN, Broken())  # type: ignore[arg-type]
+        made.after(PLAN, Times(), dict)  # type: ignore[arg-type]
+    made.after(PLAN, Broken(), dict)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no times"):
-        made.after(PLAN, Times())  # type: ignore[arg-type]
+        made.after(PLAN, Times(), dict)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(is_early: bool) -> None:
-    planner = LearntPlanner(lookahead=2)
-    by_formula, by_learnt, used = Planner(), Planner(), []
+    by_formula, by_learnt, used, first = Planner(), Planner(), [], first_batch(lookahead=2)
+    planner = LearntPlanner(by_formula, lookahead=2)  # type: ignore[arg-type]
 
     def plan_ahead() -> None:
-        used.extend(planner.plan_next(by_formula, PROBLEM) for _ in range(planner.first_batch + 2))  # type: ignore[arg-type]
+        used.extend(planner.plan(PROBLEM) for _ in range(first + 2))
 
     thread = threading.Thread(target=plan_ahead, daemon=True)
     if is_early:
@@ -101,31 +104,31 @@ def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(is_early
         assert thread.is_alive()
         planner.plan_with(by_learnt)  # type: ignore[arg-type]
     thread.join(30)
-    assert used == [by_formula] * (planner.first_batch - 1) + [by_learnt] * 3
+    assert used == [by_formula] * (first - 1) + [by_learnt] * 3
     recorded, others = by_formula.grains[WARM_UP:LEARNING], by_formula.grains[:WARM_UP] + by_formula.grains[LEARNING:]
     assert len(set(recorded)) == RECORDED  # their slices differ, so times tell tokens from pairs
     assert {*others, *by_learnt.grains} == {1.0}
-    assert planner.first_batch > LEARNING  # or its plan would be needed before costs are known
+    assert first > LEARNING  # or its plan would be needed before costs are known
     planner.close()
 
 
 def test_batches_of_single_calls_never_wait_for_costs() -> None:
-    planner = LearntPlanner(lookahead=2)
     by_formula, by_learnt = Planner(), Planner()
-    ahead = [planner.of_next(by_formula) for _ in range(planner.first_batch + 2)]  # type: ignore[arg-type]
+    planner = LearntPlanner(by_formula, lookahead=2)  # type: ignore[arg-type]
+    ahead = [planner.of_next() for _ in range(first_batch(lookahead=2) + 2)]
     planner.plan_with(by_learnt)  # type: ignore[arg-type]
     assert {plan(PROBLEM) for plan in ahead[::-1]} == {by_formula}  # in any order, also behind the learning
-    assert planner.of_next(by_formula)(PROBLEM) is by_learnt  # type: ignore[arg-type, comparison-overlap]
+    assert planner.of_next()(PROBLEM) is by_learnt  # type: ignore[comparison-overlap]
 
 
 def test_a_thread_that_waits_ends_with_training() -> None:
-    planner = LearntPlanner(lookahead=2)
+    planner = LearntPlanner(Planner(), lookahead=2)  # type: ignore[arg-type]
     errors: list[EppError] = []
 
     def plan_ahead() -> None:
         try:
             while True:
-                planner.plan_next(Planner(), PROBLEM)  # type: ignore[arg-type]
+                planner.plan(PROBLEM)
         except EppError as error:
             errors.append(error)
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import Linear
 
-from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import HEAD
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs

@@ -119,7 +119,7 @@ def test_an_output_layer_in_shards_is_refused_where_parameters_are_frozen(tmp_pa
 
 
 def test_a_run_counts_what_trains_in_each_of_its_stages() -> None:
-    from megatron_epp.cost import OptimizerBytes
+    from megatron_epp.cost.optimizer import OptimizerBytes
     from megatron_epp.mcore.costs.megatron_facts import trained_share
     from megatron_epp.port.run_facts import RunFacts
     from megatron_epp.tools.formulas import of_run
@@ -141,7 +141,7 @@ def test_a_run_counts_what_trains_in_each_of_its_stages() -> None:
 
 
 def test_learnt_costs_of_a_model_are_not_those_of_one_that_trains_less_of_it() -> None:
-    from megatron_epp.mcore.costs.learnt import _digest
+    from megatron_epp.features.learnt_costs.learnt import _digest
 
     model = torch.nn.Linear(2, 2)
     trained = _digest(model)

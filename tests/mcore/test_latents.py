@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs import stored
 from megatron_epp.mcore.costs.megatron_facts import run_facts

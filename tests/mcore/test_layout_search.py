@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs.megatron_facts import facts, run_facts
 from megatron_epp.mcore.patches import install

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_epp import wrap
-from megatron_epp.cost.kept import from_state
-from megatron_epp.cost.learning import RECORDED, WARM_UP
+from megatron_epp.cost.kept import FILE_NAME, RECORDED, WARM_UP, from_state
 from megatron_epp.launch.run_folder import LOCK
-from megatron_epp.mcore.costs.learnt import FILE_NAME
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.serialize import load
 from tests.support.mcore.changed_training import COLLECTIVES, PASSES, collective_us, pass_us

@@ -5,6 +5,7 @@ import functools
 import queue
 import sys
 import types
+from argparse import Namespace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_epp.mcore.model import weight_gradients
+from megatron_epp.features.split_weights import linear_layers
+from megatron_epp.mcore.model.block_loss import weight_gradient
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import SavedTensors
@@ -159,15 +161,15 @@ def experts() -> nn.Module:
 def test_layers_that_cannot_be_split_are_refused_by_name(layer: nn.Module, says: str) -> None:
     kind = type(layer).__name__
     with pytest.raises(EppError, match=rf"--epp-split-weight-gradient cannot split 1 \({kind}\): .*{says}.*, or leave it out"):
-        weight_gradients.split_weight_gradients(nn.Sequential(nn.LayerNorm(4), layer))
+        linear_layers.split_weight_gradients(nn.Sequential(nn.LayerNorm(4), layer), Namespace(), None)
 
 
 @pytest.mark.parametrize("in_plan", [False, True])
 def test_a_layer_has_an_edge_to_its_weight_in_a_programs_own_calls_alone(in_plan: bool) -> None:
-    gradients, weight = weight_gradients.WeightGradients(), nn.Parameter(torch.eye(2))
+    gradients, weight = linear_layers.WeightGradients(), nn.Parameter(torch.eye(2))
     gradients.in_plan = in_plan
     options = {"sequence_parallel": False, "allreduce_dgrad": False, "gradient_accumulation_fusion": False, "tp_group": None}
-    output = weight_gradients._forward(
+    output = linear_layers._forward(
         types.SimpleNamespace(weight=weight),  # type: ignore[arg-type]
         lambda input, weight, bias, **options: input @ weight.t(),
         gradients,
@@ -192,7 +194,7 @@ class PuttingOff:
             layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(4, 4), False
             layer.register_wgrad_accumulation_and_reduce_hooks(functools.partial(self._accumulate, number))
         self.model = nn.Sequential(self.layers[0], nn.Tanh(), self.layers[1])
-        weight_gradients.split_weight_gradients(self.model)
+        linear_layers.split_where_possible(self.model)
         self.gradients = self.model.weight_gradients
         self.gradients.in_plan = True
         self.inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
@@ -290,7 +292,7 @@ def test_gradient_accumulation_fusion_adds_to_the_main_gradient_in_its_own_kerne
     weight = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
     weight.main_grad = torch.ones(3, 2, dtype=dtype)
     x, grad = torch.ones(5, 1, 2, dtype=dtype), torch.ones(5, 1, 3, dtype=dtype)
-    stands_for_it = weight_gradients.weight_gradient(weight, None, True, x, grad)
+    stands_for_it = weight_gradient(weight, None, True, x, grad)
     assert called == [kernel]
     assert torch.equal(weight.main_grad, torch.full((3, 2), 6.0, dtype=dtype))
     assert weight.grad_added_to_main_grad

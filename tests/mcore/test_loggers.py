@@ -14,6 +14,7 @@ from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import base_run, loggers, sliced_run
 from megatron_epp.mcore.iteration.report import IterationReport, layout_words
 from megatron_epp.mcore.iteration.report_folder import Reports
+from megatron_epp.mcore.start.run_start import settle
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.plan_figures import main_items
 from megatron_epp.plan.problem import Lengths
@@ -152,8 +153,8 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     shape = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
     ours = object.__new__(sliced_run.SlicedRun)
     planner = BackgroundPlanner(analytic_costs(shape, CPU, [1, 1]), Options())
-    ours._can_plan, ours._planner, ours._process = threading.Event(), planner, planner.process
-    ours._can_plan.set()
+    ours._can_plan, ours.process = threading.Event(), planner.process
+    ours.plan_with(planner)
     ours.reports, ours.problem = Reports(), Problem((), (0, 1), (1000, 1000))
     with pytest.raises(
         InfeasibleError,
@@ -181,9 +182,8 @@ def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():
         raise EppError("ended")
 
     with pytest.raises(EppError, match="ended"):
-        ours.settle(hang, learns=False, resume=None)
+        settle(ours, hang)
     assert reports == ["rank 3 has been measuring bytes for 0.8 s, 0.1 s for each of 8 steps (wait_limit_seconds)"]
-    assert ours._step is None
 
 
 @pytest.mark.parametrize(("longest", "warns"), [(100, False), (900, True)])
@@ -193,9 +193,9 @@ def test_a_sequence_that_will_come_and_fits_no_plan_is_warned_of_with_the_first_
     cap = max(plan(Problem((100, 100), (0, 1), (UNLIMITED_BYTES,) * 2), costs, Options()).predicted.peak_bytes)
     ours = object.__new__(sliced_run.SlicedRun)
     ours.problem, ours.replicas, ours.names = Problem((), (0, 1), (cap,) * 2), 1, {"cap_bytes": "--cap"}
-    ours.longest_tokens, ours.learnt_planner, ours._can_plan = longest, None, threading.Event()
-    ours._planner = Namespace(plan=lambda problem, **_: plan(problem, costs, Options(recompute=0, chunk_tokens=longest)))
-    ours._can_plan.set()
+    ours.longest_tokens, ours._can_plan = longest, threading.Event()
+    options = Options(recompute=0, chunk_tokens=longest)
+    ours.plan_with(Namespace(plan=lambda problem, **_: plan(problem, costs, options)))
     for _ in range(2):
         ours._plan(Lengths((50,)), forward_only=False)
     said = [record.getMessage() for record in caplog.records]
@@ -216,10 +216,10 @@ def test_replicas_that_divide_a_batch_differently_or_have_no_plan_end_the_run(mi
     """Or sequences would be trained twice, or never."""
     ours = object.__new__(sliced_run.SlicedRun)
     ours.plans, ours.lockstep_groups = True, ((0,), (1,))
-    ours._planning_ranks = Namespace(from_each=lambda mine: all_replicas)
+    ours.planning_ranks = Namespace(from_each=lambda mine: all_replicas)
     with pytest.raises(DisagreementError, match=fault) if fault else nullcontext():
         ours._check_division(mine)
-    ours.plans, ours._planning_ranks = False, None
+    ours.plans, ours.planning_ranks = False, None
     ours._check_division(mine)
 
 
@@ -234,7 +234,7 @@ def test_replicas_that_divide_a_batch_differently_or_have_no_plan_end_the_run(mi
 )
 def test_iterations_are_collected_when_the_log_or_a_writer_that_is_there_shows_them(writer, collected):
     flags = {"log_interval": 10, "tensorboard_log_interval": 4, "epp_report_dir": None, "epp_schedule": "elastic"}
-    run = Namespace(args=Namespace(**flags, **writer), iteration=0, watch=None)
+    run = Namespace(args=Namespace(**flags, **writer), iteration=0, features=())
     planned = Namespace(plan=object())
     reports = [IterationReport.begin(run, planned, forward_only=False) for _ in range(20)]
     assert {report.iteration for report in reports if report.collects} == collected

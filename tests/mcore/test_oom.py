@@ -26,7 +26,7 @@ def finished(folder: Path) -> Finished:
 @pytest.mark.parametrize("name", CASES)
 def test_every_process_group_has_the_runs_time_limit(finished: Finished, folder: Path, name: str) -> None:
     limits_s = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
-    assert any("_planning_ranks" in of_rank for of_rank in limits_s)
+    assert any("planning_ranks" in of_rank for of_rank in limits_s)
     for of_rank in limits_s:
         assert {"activations", "gradients", "figures", "control"} <= of_rank.keys()
         assert set(of_rank.values()) == {60.0 * LIMIT_MINUTES}

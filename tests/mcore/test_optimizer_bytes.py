@@ -10,9 +10,8 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_epp.cost import OptimizerBytes
 from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS
+from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, OptimizerBytes
 from megatron_epp.mcore.arguments.consequences import tell_unknown_optimizer
 from megatron_epp.mcore.costs import learnt
 from megatron_epp.mcore.costs.megatron_facts import facts, optimizer_bytes, run_facts

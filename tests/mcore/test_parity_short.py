@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.measured import Measured
-from megatron_epp.plan.serialize import digest, load
+from megatron_epp.plan.serialize import load
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 ITERATIONS = 2

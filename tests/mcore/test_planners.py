@@ -5,9 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from megatron_epp.cost.kept import from_state
-from megatron_epp.cost.learning import RECORDED, WARM_UP
-from megatron_epp.mcore.costs.learnt import FILE_NAME
+from megatron_epp.cost.kept import FILE_NAME, RECORDED, WARM_UP, from_state
 from megatron_epp.plan.serialize import load
 from tests.support.mcore.forked import job, launch
 from tests.support.mcore.jobs.planners import ITERATIONS

@@ -16,11 +16,12 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_epp.cost.casts import RECIPES
+from megatron_epp.features.split_weights.linear_layers import _tensors_of
+from megatron_epp.features.vocabulary.rank_vocabulary import fuses_own_gradients
 from megatron_epp.mcore.arguments.fp8 import problems, row_multiple
 from megatron_epp.mcore.arguments.layout import token_multiple, token_shards
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts
-from megatron_epp.mcore.model.weight_gradients import _tensors_of
 from megatron_epp.mcore.patches import environment, patching
 from megatron_epp.plan import EppError
 
@@ -81,9 +82,9 @@ def test_without_apex_only_transformer_engines_layers_fuse_weight_gradients(monk
     args = argparse.Namespace(**ENGINE | changes)
     environment.ask_for_installed(args)
     assert args.gradient_accumulation_fusion is expected
-    assert not environment.fuses_own_gradients(args)
+    assert not fuses_own_gradients(args)
     there["fused_weight_gradient_mlp_cuda"] = True
-    assert environment.fuses_own_gradients(args) is expected
+    assert fuses_own_gradients(args) is expected
 
 
 @pytest.mark.skipif(layers._grad_accum_fusion_available, reason="needs an environment without Apex's kernel")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost.kept import FILE_NAME
-from megatron_epp.cost.learning import RECORDED, WARM_UP
+from megatron_epp.cost.kept import FILE_NAME, RECORDED, WARM_UP
 from tests.support.mcore import forked
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import PLANNED

@@ -13,8 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_epp.mcore import features
 from megatron_epp.mcore.model.replaced import problems
 from megatron_epp.mcore.model.replayed_routes import ChunkRoutes
-from megatron_epp.mcore.patches import install, patching, routers
-from megatron_epp.mcore.patches.routers import RealTokens, chunk, need_routing
+from megatron_epp.mcore.patches import install, patching
+from megatron_epp.mcore.patches.routers import RealTokens, need_routing
+from megatron_epp.mcore.patches.running_chunk import chunk, keep_chunk, running
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.runtime.attention.segments import SegmentTable
 
@@ -32,7 +33,7 @@ class Group:
 def patched():
     """The patches."""
     before = patching.applied()
-    install.apply()
+    patching.apply(install.patches())
     yield
     patching.revert([patch for patch in patching.applied() if patch not in before])
 
@@ -156,12 +157,12 @@ def test_a_recomputed_forward_sees_the_chunk_of_its_first_run():
 
     real = RealTokens(5, 5, 6)
     with chunk(real):
-        routers.keep_chunk(checkpoint, lambda x: seen.append((x, routers._running.real)), 1)
+        keep_chunk(checkpoint, lambda x: seen.append((x, running.real)), 1)
     kept[0](2)
     assert seen == [(1, real), (2, real)]
-    assert routers._running.real is None
+    assert running.real is None
     ours = [patch.replacement for patch in install.patches() if patch.target.endswith(":checkpoint")]
-    assert ours == [routers.keep_chunk]
+    assert ours == [keep_chunk]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax before the choice"])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost.slowness import ITERATIONS, SLOWER
-from megatron_epp.mcore.costs import watch as watches
+from megatron_epp.features.slow_stages import stage_watch
+from megatron_epp.features.slow_stages.stage_watch import ITERATIONS, SLOWER, StageWatch
 from megatron_epp.plan import Action, Plan
 from tests.support.mcore.forked import CHANGED, job, launch
 from tests.support.mcore.launch import PLANNED
@@ -79,14 +79,14 @@ class FirstOfTwo:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> FirstOfTwo:
-    monkeypatch.setattr(watches, "dist", Namespace(get_rank=lambda: 0))
+    monkeypatch.setattr(stage_watch, "dist", Namespace(get_rank=lambda: 0))
     return FirstOfTwo()
 
 
 def run(group: FirstOfTwo, factors: list[float], plan: Plan = PLAN) -> None:
-    watch = watches.StageWatch(0, group)  # type: ignore[arg-type]
+    watch = StageWatch(0, group)  # type: ignore[arg-type]
     for factor in factors:
-        watch.after(plan, Times(factor))  # type: ignore[arg-type]
+        watch.after(plan, Times(factor), dict)  # type: ignore[arg-type]
     watch.complete()
 
 

@@ -13,12 +13,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_epp import run as way_in
 from megatron_epp.callers import verl
+from megatron_epp.features.learnt_costs.learn_costs import CostLearning
+from megatron_epp.features.slow_stages.stage_watch import StageWatch
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.costs import memory_probe
 from megatron_epp.mcore.costs.megatron_facts import kernel_of, run_facts
-from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.iteration import wrap
-from megatron_epp.mcore.iteration.learn_costs import CostLearning
 from megatron_epp.mcore.iteration.report_folder import Reports
 from megatron_epp.mcore.model import layer_recompute, losses, stage
 from megatron_epp.mcore.model.core_attention import ChunkParams
@@ -28,6 +28,7 @@ from megatron_epp.plan.flags import CUDNN, FLASH_2, FLASH_3
 from megatron_epp.plan.recompute import MLP, MODES
 from megatron_epp.port.run_facts import AttentionSizes
 from megatron_epp.runtime.attention import kernels
+from megatron_epp.runtime.attention.kernels import flash, transformer_engine
 from megatron_epp.tools.advice.question import Configuration
 from megatron_epp.tools.formulas import ModelShape
 from megatron_epp.tools.formulas import of_run as formulas
@@ -56,18 +57,18 @@ def test_reports_read_times_on_their_ranks_device(audit):
 
 def test_stages_are_watched_on_their_ranks_device(audit):
     plan, watch = two_ranks(), StageWatch(0, None)
-    watch.after(plan, run(audit, plan, 0))
+    watch.after(plan, run(audit, plan, 0), dict)
     watch.complete()
     assert "elapsed_time" in audit.seen["epp-stage-watch"]
     assert audit.faults == []
 
 
 def test_costs_are_learnt_on_their_ranks_device(audit):
-    plan, learning = two_ranks(), CostLearning(lambda *_: None)
+    plan, learning = two_ranks(), CostLearning(SimpleNamespace(links=SimpleNamespace(ranks=[0])))
     while not learning.is_recording:
-        learning.after(plan, run(audit, plan, 0))
+        learning.after(plan, run(audit, plan, 0), dict)
         learning._added.result()
-    learning.after(plan, run(audit, plan, 0))
+    learning.after(plan, run(audit, plan, 0), dict)
     learning._added.result()
     assert "elapsed_time" in audit.seen["epp-cost-learning"]
     assert audit.faults == []
@@ -276,8 +277,8 @@ def arguments_of(*flags, **values):
 @pytest.mark.parametrize(
     ("chosen", "name"),
     [
-        (kernels.TRANSFORMER_ENGINE, CUDNN), (kernels.FLASH_ATTN_3, FLASH_3), (kernels.FLASH_ATTN, FLASH_2),
-        (kernels.TORCH_FLASH, FLASH_2), (kernels.EXACT_ATTENTION, ""), (None, ""),
+        (transformer_engine.TRANSFORMER_ENGINE, CUDNN), (flash.FLASH_ATTN_3, FLASH_3), (flash.FLASH_ATTN, FLASH_2),
+        (flash.TORCH_FLASH, FLASH_2), (kernels.EXACT_ATTENTION, ""), (None, ""),
     ],
 )  # fmt: skip
 def test_times_are_of_the_attention_kernel_that_the_run_takes(monkeypatch, chosen, name):
@@ -299,7 +300,7 @@ def test_a_loop_of_ones_own_tells_what_an_attention_kernel_is_chosen_by(monkeypa
     sizes = AttentionSizes(4, 4, 1, 128, 128, 0.0, 0, 2, False)
     asked = []
     monkeypatch.setattr(
-        kernels, "explain", lambda case, preference: asked.append((case, preference)) or (kernels.TORCH_FLASH, [])
+        kernels, "explain", lambda case, preference: asked.append((case, preference)) or (flash.TORCH_FLASH, [])
     )
     assert kernel_of(args, sizes)
     ((case, preference),) = asked

@@ -8,7 +8,7 @@ import torch
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs
-from megatron_epp.plan import lower
+from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.attention.context_parallel import ContextParallel
 from megatron_epp.runtime.upload import Uploader
 from scripts.random_documents import write_documents

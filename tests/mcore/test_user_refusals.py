@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_epp.cost import OptimizerBytes, PipelineCosts
 from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.mcore.arguments.table import names_in_loop
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS
 from megatron_epp.mcore.iteration import microbatch_run
@@ -91,15 +92,15 @@ def test_plans_by_learnt_costs_reach_the_peak_that_was_measured_and_count_passes
         _process=SimpleNamespace(plan_microbatches=packed),
         problem=Problem((), (0, 1), (UNLIMITED_BYTES,) * 2),
         placement=SimpleNamespace(stages=lambda rank: [rank]),
-        learning=SimpleNamespace(learner=SimpleNamespace(learnt=SimpleNamespace(peak_bytes=1 << 40))),
+        learning=SimpleNamespace(peak_bytes=1 << 40),
         links=SimpleNamespace(control=None),
         _on_gpu=True,
         _measured=AgreedShapes(SHAPES, (500, 700)),
-        _options=Options(),
+        options=Options(),
     )
     for name in ("_planned_peaks", "_with_microbatches"):
         setattr(pipeline, name, partial(getattr(MicrobatchRun, name), pipeline))
-    learnt = MicrobatchRun._with_static(pipeline, replace(by_formula, stages=held))
+    learnt = MicrobatchRun.completed(pipeline, replace(by_formula, stages=held))
     costs = pipeline._with_microbatches(learnt, pipeline._measured)
     lengths = tuple(shape.lengths for shape in SHAPES)
 
@@ -126,7 +127,7 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
         costs=costs_of(2, 2),
         learning=SimpleNamespace(is_done=is_done),
         _with_microbatches=lambda costs, agreed: costs,
-        _options=Options(),
+        options=Options(),
         _process=SimpleNamespace(plan_microbatches=lambda rule, *asked: getattr(microbatches, rule)(*asked)),
         names=names_in_loop(["memory_cap_gb"]),
     )

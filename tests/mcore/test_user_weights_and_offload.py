@@ -60,14 +60,17 @@ def test_memory_of_the_microbatches_themselves_counts_under_the_cap() -> None:
     assert large[0] > 0
 
 
-def test_a_model_without_layers_that_can_delay_is_refused() -> None:
-    from megatron_epp.mcore.iteration import microbatch_run as pipeline
+def test_a_model_without_layers_that_can_delay_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
 
-    links = Namespace(control=Namespace(from_each=lambda mine: [0, mine]))
+    from megatron_epp.features.split_weights import linear_layers
+
+    monkeypatch.setattr(linear_layers, "from_each_of_job", lambda mine: [0, mine])
+    args = Namespace(epp_split_weight_gradient=True)
     for num_split, allowed in ((1, nullcontext()), (0, pytest.raises(EppError, match="no layer of this model"))):
-        stage = Namespace(split_weights=lambda found=num_split: (found, []))
+        monkeypatch.setattr(linear_layers, "split_where_possible", lambda _, found=num_split: (found, []))
         with allowed:
-            pipeline.MicrobatchRun._split_weights(Namespace(stages={0: stage}, links=links, names={}))
+            linear_layers.split_built([torch.nn.Identity()], args)
 
 
 def test_activations_are_offloaded_where_recompute_would_take_longer() -> None:

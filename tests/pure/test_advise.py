@@ -9,8 +9,8 @@ import pytest
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.plan import InfeasibleError
-from megatron_epp.plan.check import check
 from megatron_epp.plan.first_fit import pack_whole
+from megatron_epp.plan.proof import check
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, plan

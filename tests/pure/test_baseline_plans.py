@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.plan import InfeasibleError, Op, Plan, PlanError
-from megatron_epp.plan.check import check
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.baselines.contest import chunk_sizes, fixed_size_chunks
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order

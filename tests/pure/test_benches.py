@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cost import LinearTime
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.yaml_files import shipped
 from scripts.bench.frame import Bench

@@ -11,9 +11,16 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megatron_epp"
 PROGRAMS = {
     "training": (
-        ("mcore.entry", "mcore.patches.install", "mcore.iteration.document_schedule", "mcore.training.checkpoints"),
-        27_240,
+        (
+            "mcore.entry",
+            "mcore.patches.install",
+            "mcore.start.sliced_start",
+            "mcore.iteration.document_schedule",
+            "mcore.training.checkpoints",
+        ),
+        26_400,
     ),
+    "iteration": (("mcore.iteration.document_schedule",), 19_400),
     "planner": (("planner.search", "planner.service.answers"), 15_540),
     "command line": (("tools.cli.main",), 5_790),
 }

@@ -5,8 +5,8 @@ from typing import Literal
 
 import pytest
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.balance import WORTH, advice, spread_layers, spreads
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan.layout import layout_flag
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan

@@ -6,14 +6,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, StageCosts
-from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.learning import fitted_costs
-from megatron_epp.cost.timed import Learnt, Timed
-from megatron_epp.cost.work import ChunkWork, TimeColumn, work_of
+from megatron_epp.cost.blocks import LAYER, BlockCosts, StageCosts
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import ChunkWork, LinearTime, TimeColumn, work_of
+from megatron_epp.features.learnt_costs.learner import fitted_costs
+from megatron_epp.features.learnt_costs.timed import Learnt, Timed
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Chunk, EppError, Op, Plan, Recompute, Segment
-from megatron_epp.plan.check import check
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.tables import tabulate

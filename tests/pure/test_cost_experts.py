@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import work_of
 from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.optimizer import OptimizerBytes
+from megatron_epp.cost.work import work_of
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
-from megatron_epp.cost.learning import of_whole_microbatches
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.whole_microbatches import of_whole_microbatches
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import even_layers
 from megatron_epp.plan.yaml_files import find, shipped

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_epp.cost import LinearTime, OptimizerBytes
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.casts import RECIPES, casts_of
-from megatron_epp.cost.timed import Timed, fitted_line
-from megatron_epp.cost.work import work_of
+from megatron_epp.cost.optimizer import OptimizerBytes
+from megatron_epp.cost.work import LinearTime, work_of
+from megatron_epp.features.learnt_costs.timed import Timed, fitted_line
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 from megatron_epp.plan.flags import FLASH_3, KERNELS
 from megatron_epp.plan.layout import Layout

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.cost import PipelineCosts, work_of
 from megatron_epp.cost.blocks import LAYER, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
-from megatron_epp.cost.timed import Timed, fitted_line
-from megatron_epp.cost.work import LinearTime, causal_pairs
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, causal_pairs, work_of
+from megatron_epp.features.learnt_costs.timed import Timed, fitted_line
 from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.shape_classes import token_class
@@ -22,7 +22,7 @@ from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.chunks.in_runs import Shape, cut_in_runs, falling_times
 from megatron_epp.planner.infeasible import InfeasibleError
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
-from megatron_epp.planner.memory.kv_offload_choice import without_caches
+from megatron_epp.planner.memory.kv_offload_tables import without_caches
 from megatron_epp.tools.formulas import H100, ModelShape, Profile, analytic_profile, on_device
 from megatron_epp.tools.formulas.analytic import profile_for
 from megatron_epp.tools.formulas.library import load_flags, shape_of

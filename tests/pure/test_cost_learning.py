@@ -7,23 +7,21 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import LinearTime, StageCosts
-from megatron_epp.cost.blocks import HEAD, INPUT
-from megatron_epp.cost.learning import (
-    RECORDED,
-    WARM_UP,
+from megatron_epp.cost.blocks import HEAD, INPUT, StageCosts
+from megatron_epp.cost.kept import RECORDED, WARM_UP
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_static
+from megatron_epp.cost.work import LinearTime, causal_pairs
+from megatron_epp.features.learnt_costs.learner import (
     Learner,
     deviation,
     fitted_costs,
-    of_whole_microbatches,
     size_of,
-    with_static,
 )
-from megatron_epp.cost.memory import Static
-from megatron_epp.cost.slowness import ITERATIONS, SLOWER, SlowStages, slowed_us
-from megatron_epp.cost.timed import Timed, fitted_line, undetermined
-from megatron_epp.cost.work import causal_pairs
-from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Action, Chunk, Op, Plan, Recompute, Segment, simulate
+from megatron_epp.features.learnt_costs.timed import Timed, fitted_line, undetermined
+from megatron_epp.features.slow_stages.stage_watch import ITERATIONS, SLOWER, SlowStages, slowed_us
+from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Action, Chunk, Op, Plan, Recompute, Segment
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile
 from tests.support.plan.small_plans import one_f_one_b

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, Static, causal_pairs
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.work import work_of
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, ModeCosts, causal_pairs, work_of
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.tools.formulas.analytic import analytic_profile, expansion_line

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import LinearTime, work_of
-from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs
 from megatron_epp.cost.memory import WORKING
-from megatron_epp.cost.output_layer import AUTO, BLOCK_BYTES, PASS_US, VocabularyShards, loss_block_tokens, loss_workspace_bytes
-from megatron_epp.cost.timed import Learnt
+from megatron_epp.cost.output_layer import PASS_US, VocabularyShards
+from megatron_epp.cost.work import LinearTime, work_of
+from megatron_epp.features.learnt_costs.learner import RECORDED, WARM_UP, Learner, deviation, fitted_costs
+from megatron_epp.features.learnt_costs.timed import Learnt
 from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Op, Plan, Segment
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.serialize import load
+from megatron_epp.plan.sizing import BLOCK_BYTES, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.tools.cli import main as cli
 from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_profile, on_device
 from megatron_epp.tools.formulas.library import load_flags, shape_of

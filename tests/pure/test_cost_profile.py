@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import EppError
 from megatron_epp.tools.formulas import CPU, H100, H100_NODE, ModelPart, ModelShape, Profile, on_device
 from megatron_epp.tools.formulas.analytic import analytic_profile

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import LinearTime, OptimizerBytes, PipelineCosts, Static, work_of
 from megatron_epp.cost.blocks import HEAD, INPUT
-from megatron_epp.cost.optimizer import TRAINED_SHARE, Parameters
-from megatron_epp.cost.work import trained_tokens
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.optimizer import TRAINED_SHARE, OptimizerBytes, Parameters
+from megatron_epp.cost.work import LinearTime, trained_tokens, work_of
 from megatron_epp.plan import Chunk, PlanError, Segment
-from megatron_epp.plan.check import check
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.estimate import about_us

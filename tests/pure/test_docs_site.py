@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.plan import Action, Op, check, load, report
+from megatron_epp.plan import Action, Op
 from megatron_epp.plan.plan import KVOffload
-from megatron_epp.plan.serialize import to_json
+from megatron_epp.plan.proof import check, report
+from megatron_epp.plan.serialize import load, to_json
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.tools.cli.main import MODULES

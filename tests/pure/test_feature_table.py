@@ -8,7 +8,8 @@ import pytest
 from megatron_epp.features import FEATURES, Feature
 from tests.pure.test_layers import ROOT, modules
 
-TARGETS = [(feature, target) for feature in FEATURES for target in (feature.adopt, feature.head, feature.run) if target]
+KINDS = ("adopt", "built", "head", "run", "orders", "candidates", "search", "fit")
+TARGETS = [(feature, target) for feature in FEATURES for target in map(feature.__getattribute__, KINDS) if target]
 
 
 @pytest.mark.parametrize(("feature", "target"), TARGETS, ids=[target.rpartition(".")[2] for _, target in TARGETS])

@@ -5,9 +5,9 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from megatron_epp.cost import OptimizerBytes
 from megatron_epp.cost.blocks import HEAD, PREDICTION
 from megatron_epp.cost.memory import WORKING
+from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.cost.work import work_of
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.plan.layout import Layout

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, Op, PlanError, check, from_json, simulate, to_json
+from megatron_epp.plan import Action, Op, PlanError
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.serialize import from_json, to_json
+from megatron_epp.plan.simulation import simulate
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.report_plans import predicted
 from tests.support.plan.small_plans import (

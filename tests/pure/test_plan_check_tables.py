@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.plan import NO_RECOMPUTE, Chunk, Messages, Prediction, Recompute, check
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Messages, Prediction, Recompute
+from megatron_epp.plan.proof import check
 from tests.support.plan.small_plans import chunk, faults, hybrid, make_plan, only_fault, two_by_two, whole, with_step
 
 

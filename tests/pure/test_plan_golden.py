@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.plan import digest, lower, simulate, to_grid
+from megatron_epp.plan.document import digest
+from megatron_epp.plan.grid import to_grid
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.simulation import simulate
 from tests.support.plan.small_plans import EXAMPLES
 
 GOLDEN = Path(__file__).parent.parent / "golden"

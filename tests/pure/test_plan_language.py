@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, Op, PlanError, Prediction, Segment, deps, from_json, lower, simulate, to_grid, to_json
-from megatron_epp.plan.check import check
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.plan import Action, Op, PlanError, Prediction, Segment
 from megatron_epp.plan.chunk import slice_neighbours
-from megatron_epp.plan.grid import from_grid
+from megatron_epp.plan.grid import from_grid, to_grid
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.operations import (
     At,
     Before,
@@ -24,6 +23,11 @@ from megatron_epp.plan.operations import (
     register,
     unregister,
 )
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
+from megatron_epp.plan.relations import deps
+from megatron_epp.plan.serialize import from_json, to_json
+from megatron_epp.plan.simulation import simulate
 from tests.support.plan.small_plans import chunk, one_f_one_b
 
 SLICED = (chunk((0, 0, 5)), chunk((0, 5, 8), (1, 0, 2)), chunk((2, 0, 4)))

@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp import planner
-from megatron_epp.plan import Action, Op, PlanError, check, check_lockstep, lower, simulate, to_grid, to_json
-from megatron_epp.plan.check.deadlock import blocked, check_launches
+from megatron_epp.plan import Action, Op, PlanError
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.launches import Launches
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked, check_launches
+from megatron_epp.plan.proof.lockstep import check_lockstep
+from megatron_epp.plan.serialize import to_json
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile
 from tests.support.plan.queue_machine import stuck, stuck_together
@@ -246,7 +252,7 @@ def test_a_message_without_its_other_side_is_named():
 
 
 def test_check_refuses_a_plan_whose_rows_hang(monkeypatch):
-    checking = sys.modules["megatron_epp.plan.check"]
+    checking = sys.modules["megatron_epp.plan.proof"]
     monkeypatch.setattr(checking, "issue_order", lambda plan, *_: Launches.of(late_receives(lower(plan))))
     assert "can hang" in str(check(one_f_one_b())[0])
 

@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import UNLIMITED_BYTES, Action, KVOffload, Op, check, lower, simulate
+from megatron_epp.plan import UNLIMITED_BYTES, Action, KVOffload, Op
 from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_memory, host_peaks, in_units, kv_offload_changes, slices_of
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.message_slots import message_peaks, slots_of
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import Problem, plan
 from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.message_room import message_room

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, EppError, Op, PlanError, check, from_grid, lower, report, to_grid
+from megatron_epp.plan import Action, EppError, Op, PlanError
 from megatron_epp.plan.communicators import LARGEST_MESH, tree_of
+from megatron_epp.plan.grid import from_grid, to_grid
 from megatron_epp.plan.layout import Layout, parse_layers
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check, report
 from megatron_epp.plan.sizing import SIZES_PER_OCTAVE, size_class, size_classes
 from scripts import write_communicators
 from scripts.write_communicators import CHANNEL_BYTES, link_use, num_connections

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.tools.formulas import H100, ModelShape, Profile, analytic_costs, analytic_profile
@@ -69,7 +69,8 @@ ADDED = {  # file, line before which it is added, and what
 USE = """
 import sys
 from megatron_epp.tools.formulas import H100, ModelShape, analytic_costs
-from megatron_epp.plan import check, from_json, to_grid, to_json
+from megatron_epp.plan import check, to_grid
+from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.tools.report.text import peak_table

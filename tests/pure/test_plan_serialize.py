@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_epp.contrib.helix.attention_operations import INPUTS
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
-from megatron_epp.plan import KVOffload, Op, PlanError, Prediction, digest, from_json, load, save, to_json
+from megatron_epp.plan import KVOffload, Op, PlanError, Prediction
+from megatron_epp.plan.document import digest
+from megatron_epp.plan.serialize import from_json, load, save, to_json
 from tests.support.plan import bad_files
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step

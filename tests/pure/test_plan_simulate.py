@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, Op, PlanError, deps, lower, simulate
-from megatron_epp.plan.check.memory_balance import _balance, _chains, _is_balanced
+from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.plan.columns import byte_column
 from megatron_epp.plan.critical_path import (
     ABSENT_US,
@@ -22,7 +21,11 @@ from megatron_epp.plan.critical_path import (
 )
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.launches import Launches
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.plan import Copy
+from megatron_epp.plan.proof.memory_balance import _balance, _chains, _is_balanced
+from megatron_epp.plan.relations import deps
+from megatron_epp.plan.simulation import simulate
 from tests.support.plan import second_simulator
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.report_plans import predicted, sliced_plan, v_shaped_plan, with_offload

@@ -16,7 +16,9 @@ import psutil
 import pytest
 from hypothesis import given
 
-from megatron_epp.plan import InfeasibleError, Plan, PlanError, digest, lower
+from megatron_epp.plan import InfeasibleError, Plan, PlanError
+from megatron_epp.plan.document import digest
+from megatron_epp.plan.lowering import lower
 from megatron_epp.planner import Options
 from megatron_epp.planner.service import answers
 from megatron_epp.port import forked
@@ -142,7 +144,7 @@ def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(monkeypatch
     gc.freeze()  # what other tests hold is neither searched nor counted
     for _ in range(5):
         for batch in batches:
-            answers.plans_of_batch(batch, costs, Options(), 0, ((0,), (1,)), 1.0, False)
+            answers.plans_of_batch(batch, costs, Options(), 0, ((0,), (1,)), 1.0)
         gc.collect()
         counts.append(len(gc.get_objects()))
     gc.unfreeze()

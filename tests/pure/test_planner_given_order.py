@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.contrib.papers.slices import Slicer
-from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, Op, Plan, PlanError, Segment, check
+from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, Op, Plan, PlanError, Segment
 from megatron_epp.plan.placement import Placement
-from megatron_epp.planner import Options, Problem, WarmUp, elastic_1f1b, fitted, plan, tabulate
+from megatron_epp.plan.proof import check
+from megatron_epp.planner import Options, Problem, WarmUp, elastic_1f1b, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fit import held_bytes
+from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.given_order import in_given_order
 from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.microbatches import plan_as_given, plan_microbatches

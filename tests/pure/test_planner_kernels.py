@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron_epp import COMPILED_VARIABLE
-from megatron_epp.plan import UNLIMITED_BYTES, Action, Op, simulate
+from megatron_epp.features.stages.list_scheduling import ListScheduling
+from megatron_epp.plan import UNLIMITED_BYTES, Action, Op
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
@@ -24,7 +26,6 @@ from megatron_epp.planner.kernels.compiled import integers, is_compiled
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.orders import vocabulary_order
-from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.tables import Tables, tabulate
 from tests.support.plan import second_simulator
 from tests.support.plan.campaign_cases import costs_of, lengths_of

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.plan.check import check, report
+from megatron_epp.plan.proof import check, report
 from megatron_epp.planner import Options, least, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.least import least_plan, proof_of
+from megatron_epp.planner.least import proven
 from megatron_epp.planner.message_room import MessageRoomError, with_room
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
@@ -66,27 +66,28 @@ def test_ranks_with_other_layers_or_caps_are_looked_at_too():
     assert least_cap_bytes(asked, deeper, Options()) > least_cap_bytes(asked, costs, Options())
     lower = replace(asked, cap_bytes=(*[60 * GIB] * 5, 1 * GIB, *[60 * GIB] * 2))
     with pytest.raises(InfeasibleError):
-        least_plan(lower, costs, Options())
+        proven(lower, costs, Options())
 
 
 def test_where_messages_of_fast_plans_are_too_many_there_is_one_no_slower_than_that_of_the_least_memory():
     costs = replace(pipeline(2, 2), message_bytes_per_token=200_000.0)
     options, asked = Options(), problem(web_lengths(8, seed=1, longest=6_000), 2)
     with pytest.raises(InfeasibleError) as refused:
-        least_plan(replace(asked, cap_bytes=(1, 1)), costs, options)
+        proven(replace(asked, cap_bytes=(1, 1)), costs, options)
     tight = replace(asked, cap_bytes=(refused.value.least_cap_bytes,) * 2)
     with pytest.raises((InfeasibleError, MessageRoomError)):
         with_room(tight, lambda one: build_plan(one, costs, options, greedy(one, costs, options)))
     made = plan(tight, costs, options)
-    assert made.predicted.makespan_us <= least_plan(tight, costs, options).predicted.makespan_us
+    proof = proven(tight, costs, options)
+    least_memory = build_plan(proof.problem, costs, options, proof.decisions).predicted
+    assert made.predicted.makespan_us <= least_memory.makespan_us
     assert check(made) == []
-    proof = proof_of(tight, costs, options)
-    assert proof.peak_bytes == max(least_plan(tight, costs, options).predicted.peak_bytes)
+    assert proof.peak_bytes == max(least_memory.peak_bytes)
     lower = replace(tight, cap_bytes=tuple(cap // 2 for cap in tight.cap_bytes))
-    assert proof_of(lower, costs, options) is None
-    with pytest.raises(InfeasibleError) as named:
-        plan(lower, costs, options)
-    assert named.value.least_cap_bytes == refused.value.least_cap_bytes
+    for make in (proven, plan):
+        with pytest.raises(InfeasibleError) as named:
+            make(lower, costs, options)
+        assert named.value.least_cap_bytes == refused.value.least_cap_bytes
 
 
 @pytest.mark.parametrize("cap_bytes", [1, 30 * GIB])

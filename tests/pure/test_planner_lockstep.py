@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cost import memory as item
-from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, lower, simulate
-from megatron_epp.plan.check import check
-from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step
 from megatron_epp.plan.kv_offload import host_peaks
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.lockstep import check_lockstep
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunk_tables import ChunkTables
 from megatron_epp.planner.memory.breakdown import memory_breakdown

@@ -8,10 +8,13 @@ from itertools import product
 import pytest
 
 from megatron_epp.contrib.papers.spacing import whole_backwards
-from megatron_epp.cost import BlockCosts, LinearTime, ModeCosts, PipelineCosts, Static, work_of
-from megatron_epp.cost.blocks import INPUT, LAYER
-from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Segment, check
+from megatron_epp.cost.blocks import INPUT, LAYER, BlockCosts
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, ModeCosts, work_of
+from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Segment
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.evaluate import makespan_us

@@ -5,10 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import LinearTime, ModeCosts, PipelineCosts, StageCosts, Static
 from megatron_epp.cost import memory as item
-from megatron_epp.plan import Op, Plan, Prediction, Step, check, lower
+from megatron_epp.cost.blocks import StageCosts
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, ModeCosts
+from megatron_epp.plan import Op, Plan, Prediction, Step
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.message_slots import message_peaks
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.tools.formulas import on_device

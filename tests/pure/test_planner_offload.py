@@ -12,21 +12,26 @@ import pytest
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.overlap.pairing import WITH_FORWARDS, WITH_WEIGHTS
 from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_backwards
-from megatron_epp.cost import LinearTime, PipelineCosts, work_of
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, work_of
+from megatron_epp.features.copies.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment, Step, check, digest, simulate
+from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment, Step
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.proof import check
 from megatron_epp.plan.recompute import FULL_ONLY
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.units import enough_gib
-from megatron_epp.planner import Options, Problem, elastic_1f1b, fitted, for_table, plan
+from megatron_epp.planner import Options, Problem, elastic_1f1b, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fit import held_bytes, peaks_of
+from megatron_epp.planner.fitted import fitted, for_table
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.local_search import improve
-from megatron_epp.planner.memory.ahead import fit_ahead, longest_lived_shares
-from megatron_epp.planner.memory.kv_offload_choice import with_kv_offload
+from megatron_epp.planner.memory.kv_offload_tables import with_kv_offload
 from megatron_epp.planner.memory.offload import Copied, peaks_with_copies, timed
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.result import greedy

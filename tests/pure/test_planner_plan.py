@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.plan import InfeasibleError, PlanError, check, digest
+from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan.document import digest
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.tools.formulas import H100, ModelShape, analytic_costs
 from tests.support import ROOT
@@ -19,7 +21,7 @@ BATCH = (60000, *web_lengths(40, seed=2))
 def test_equal_problems_give_equal_plans_whatever_the_hash_seed():
     program = (
         "from tests.support.plan.planner_cases import pipeline, problem; from megatron_epp.planner import plan; "
-        "from megatron_epp.plan.serialize import digest; "
+        "from megatron_epp.plan.document import digest; "
         f"print(digest(plan(problem({BATCH!r}, 4, {25 * GIB}, token_multiple=8), pipeline(4))))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": str(ROOT)}

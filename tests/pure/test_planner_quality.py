@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.features.copies import fit_copies
 from megatron_epp.plan import Op, Plan
-from megatron_epp.plan.check import check
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, for_table, plan
+from megatron_epp.plan.proof import check
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.fitted import for_table
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS, improve
-from megatron_epp.planner.memory import offload
 from megatron_epp.planner.memory.offload import peaks_with_copies, timed
 from megatron_epp.planner.orders.completion import with_split_weights
 from megatron_epp.planner.orders.warm_up import WarmUp
@@ -128,12 +129,12 @@ def test_no_copies_bring_a_rank_below_what_it_holds_with_all_else_away(seed: int
     chunks = plan(asked, costs, Options(slices=6)).chunks
     tables = tabulate(chunks, asked, costs, Options().modes(costs.recompute_modes))
     order = WarmUp(lead=2, minimal=True).order(chunks, tables, asked)
-    least = offload.floors(order, encode(order, len(chunks)), tables)
+    least = fit_copies.floors(order, encode(order, len(chunks)), tables)
     unlimited = [[UNLIMITED_BYTES] * stages]
-    monkeypatch.setattr(offload, "floors", lambda *_: [0] * stages)
+    monkeypatch.setattr(fit_copies, "floors", lambda *_: [0] * stages)
     for rank in range(stages):
         caps = tuple(least[rank] - 1 if other == rank else UNLIMITED_BYTES for other in range(stages))
-        assert offload.fit_offload(order, (tables,), caps, unlimited) is None
+        assert fit_copies.fit_offload(order, (tables,), caps, unlimited) is None
 
 
 def test_offload_spares_recompute_of_a_given_chunk_table():

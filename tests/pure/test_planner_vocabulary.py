@@ -7,12 +7,16 @@ from itertools import product
 
 import pytest
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import NO_TIME
-from megatron_epp.plan import Action, EppError, Op, Plan, Step, check, load, lower, to_grid, to_json
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.plan import Action, EppError, Op, Plan, Step
+from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.layout import Layout
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.placement import Placement, placements_of
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
+from megatron_epp.plan.serialize import load, to_json
 from megatron_epp.plan.trace import trace
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us

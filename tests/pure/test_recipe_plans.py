@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import OptimizerBytes
+from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore.arguments.layout import world_of
-from megatron_epp.plan.check import check
 from megatron_epp.plan.layout import even_layers
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.tools.advice.configuration_search import advise
 from megatron_epp.tools.cli import main as cli

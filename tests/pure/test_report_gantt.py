@@ -12,7 +12,7 @@ from megatron_epp.plan.action import Op
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import operation
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.tools.report.gantt import gantt, item_colours, side_by_side
 from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 

@@ -16,7 +16,7 @@ from megatron_epp.plan.operations import operations
 from megatron_epp.plan.plan import UNLIMITED_BYTES
 from megatron_epp.plan.plan_figures import main_items, recompute_in_backward, recompute_share
 from megatron_epp.plan.serialize import save
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.trace import trace
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.planner import plan as plan_batch

@@ -18,13 +18,17 @@ import pytest
 from megatron_epp.contrib.helix.attention_operations import A
 from megatron_epp.contrib.helix.helixpipe import HelixLayout
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Segment, check, lower, to_grid
-from megatron_epp.plan.check.deadlock import blocked
+from megatron_epp.features.stages.list_scheduling import ListScheduling
+from megatron_epp.features.stages.stage_orders import BLOCKS, Block, Interleaved
+from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError, Segment
+from megatron_epp.plan.grid import to_grid
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import PLANNERS
-from megatron_epp.planner import UNLIMITED_BYTES, ListScheduling, Options, Problem, plan, tabulate
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan, tabulate
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.orders.patterns import BLOCKS, Block, Interleaved
 from megatron_epp.tools.formulas import H100, analytic_profile
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders import orders as compared

@@ -4,12 +4,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import ActivationOffload
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.recorder import Recorder
 from tests.support.runtime.plain_stage import Layer
 
@@ -46,11 +46,8 @@ class GpuStage:
             x = checkpoint(layer, x, attend, use_reentrant=False, preserve_rng_state=False) if again else layer(x, attend)
         return x.float().square().sum()
 
-    def backward(self, context, output, grad, keep_weights):
+    def backward(self, context, output, grad):
         torch.autograd.backward(output, grad)
-
-    def weight(self, chunk):
-        """None is kept."""
 
     def before_last_gradient(self):
         """Nothing is reduced."""
@@ -79,9 +76,11 @@ def run(plan, dtype=torch.float32, preference="unfused", host=None, times=1, str
             torch.cuda.set_sync_debug_mode("error")
         try:
             recorder = Recorder()
-            with SavedTensors(stage.parameters, lambda: stage.kv_cache.num_bytes) as saved:
-                offload = ActivationOffload(saved, host) if any(plan.copies) else None
-                Executor(plan, 0, {0: stage}, recorder=recorder, offload=offload, host=host).run()
+            with (
+                ActivationOffload(host, stage.parameters, lambda: stage.kv_cache.num_bytes) as saved,
+                offload_handlers(plan, 0, {0: stage}, host, saved) as handlers,
+            ):
+                executor_of(plan, 0, {0: stage}, recorder=recorder, handlers=handlers).run()
         finally:
             if strict:
                 torch.cuda.set_sync_debug_mode("default")

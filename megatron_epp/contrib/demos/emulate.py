@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -20,16 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.plan import Action, EppError, Op, Plan
+from megatron_epp.plan import Action, Op, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.autograd.saved import Owner
-from megatron_epp.runtime.context import ChunkContext, prepare
+from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.executor import Executor, Handler
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
-from megatron_epp.runtime.offload.activations import CopyTimer
+from megatron_epp.runtime.lowered import executor_of, prepare
 
 Events = list[tuple[str, float, float]]
 Locks = Mapping[tuple[int, Op], Any]
@@ -49,7 +48,8 @@ class EmulatedRank:
     rank: int
     scale: float
     origin_s: float = 0.0
-    offload: WaitingOffload | None = None
+    copies: dict[Action, Future[float]] = field(default_factory=dict)
+    """Ends of the copies that were issued, in seconds."""
     events: Events = field(default_factory=list)
     ended_s: dict[Action, float] = field(default_factory=dict)
     times_us: dict[Action, float] = field(init=False)
@@ -61,8 +61,8 @@ class EmulatedRank:
 
     def perform(self, action: Action, arrived_s: float) -> float:
         """Wait for the planned time of an action, from the arrival of its input. Returns when it ended, in seconds."""
-        if action.op is Op.B and self.offload is not None:
-            arrived_s = max(arrived_s, self.offload.loaded_s)
+        if action.op is Op.B and (loaded := self.copies.get(action._replace(op=Op.L))) is not None:
+            arrived_s = max(arrived_s, loaded.result())
         _wait_until(arrived_s)
         start_s = time.monotonic()
         _wait_until(start_s + self.times_us[action] * self.scale * 1e-6)
@@ -92,7 +92,7 @@ class WaitingStage:
             self._inputs[context.chunk] = hidden
         return self._perform(Action(Op.F, self.stage, context.chunk), hidden, message_us)
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
         message_us = self.rank.plan.messages.gradient_us[self.stage][context.chunk] if grad is not None else 0.0
         done = self._perform(Action(Op.B, self.stage, context.chunk), grad, message_us)
         if (hidden := self._inputs.pop(context.chunk, None)) is not None:
@@ -103,8 +103,8 @@ class WaitingStage:
         end_s = self.rank.perform(action, sent_s + message_us * self.rank.scale * 1e-6)
         return torch.tensor([end_s], dtype=torch.float64)
 
-    def weight(self, chunk: int) -> None:
-        self._perform(Action(Op.W, self.stage, chunk), None, 0.0)
+    def weight(self, action: Action) -> None:
+        self._perform(action, None, 0.0)
 
     def before_last_gradient(self) -> None:
         """Do nothing: there are no gradients to reduce."""
@@ -118,22 +118,27 @@ class WaitingStage:
         return (1,), torch.float64, torch.device("cpu")
 
 
-class WaitingOffload:
-    """Implements `runtime.context.ActivationOffloader` by timed waits: each copy waits for its link, then for its planned time.
+class WaitingCopies:
+    """Handlers of copies by timed waits: each copy waits for its link, then for its planned time.
 
     Copies run in a thread of their own, one at a time among ranks that share a link.
     """
 
     def __init__(self, rank: EmulatedRank, locks: Locks) -> None:
-        self.loaded_s = 0.0
         plan, self._rank, self._locks = rank.plan, rank, locks
         self._times_us = {copy.action: copy.time_us for copy in plan.copies[rank.rank]}
         self._link = plan.host_links[rank.rank] if plan.host_links else rank.rank
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._ended_s: dict[Action, Future[float]] = {}
 
-    def _issue(self, action: Action) -> None:
-        self._ended_s[action] = self._thread.submit(self._copy, action)
+    def handlers(self) -> Mapping[Op, Handler]:
+        """Return the handlers for `Executor`."""
+        return {Op.O: self._issue, Op.L: self._issue, Op.FREE: self._wait}
+
+    def _issue(self, executor: Executor, action: Action) -> None:
+        self._rank.copies[action] = self._thread.submit(self._copy, action)
+
+    def _wait(self, executor: Executor, action: Action) -> None:
+        self._rank.copies[action._replace(op=Op.O)].result()
 
     def _copy(self, action: Action) -> float:
         with self._locks.get((self._link, action.op), nullcontext()):
@@ -142,28 +147,6 @@ class WaitingOffload:
             end_s = time.monotonic()
         self._rank.record(action, start_s, end_s)
         return end_s
-
-    def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def offload(self, owner: Owner, share: float, num_bytes: int, timed: CopyTimer) -> None:
-        self._issue(Action(Op.O, *owner))
-
-    def free(self, owner: Owner) -> None:
-        self._ended_s[Action(Op.O, *owner)].result()
-
-    def load(self, owner: Owner, timed: CopyTimer) -> None:
-        self._issue(Action(Op.L, *owner))
-
-    def before_backward(self, owner: Owner) -> None:
-        if (ended_s := self._ended_s.get(Action(Op.L, *owner))) is not None:
-            self.loaded_s = ended_s.result()
-
-    def assert_empty(self) -> None:
-        """Raise `EppError` if a copy has not ended."""
-        ended = {action for action, ended_s in self._ended_s.items() if ended_s.done()}
-        if left := [str(action) for action in self._times_us if action not in ended]:
-            raise EppError(f"copies have not ended: {' '.join(left)}")
 
 
 def host_locks(plan: Plan, context: Any) -> Locks:
@@ -228,16 +211,17 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> Events:
         links.connect(torch.device("cpu"))
     shared = EmulatedRank(plan, rank, scale)
     stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(placement) if on == rank}
+    handlers: dict[Op, Handler] = {}
     if plan.copies and plan.copies[rank]:
-        shared.offload = WaitingOffload(shared, locks)
+        handlers |= WaitingCopies(shared, locks).handlers()
     unstreamed = replace(plan, kv_offload=())  # what it takes to stream caches is in the steps' times
     prepare(unstreamed, rank)
     start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
-    handlers = None
+    handlers[Op.W] = lambda _, action: stages[action.stage].weight(action)
     if plan.num_ranks > 1:
-        handlers = WaitingShards(shared, *(dist.new_group(everyone) for _ in range(2))).handlers()
-    executor = Executor(unstreamed, rank, stages, links, offload=shared.offload, handlers=handlers)
+        handlers |= WaitingShards(shared, *(dist.new_group(everyone) for _ in range(2))).handlers()
+    executor = executor_of(unstreamed, rank, stages, links, handlers=handlers)
     shared.origin_s = float(start[0])
     _wait_until(shared.origin_s)
     executor.run()

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from megatron_epp.mcore.arguments.flag import AMOUNT
-from megatron_epp.plan.check import check
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.measured import Measured
+from megatron_epp.plan.proof import check
 from megatron_epp.plan.serialize import load
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.tools.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.tools.report.text import format_us
 

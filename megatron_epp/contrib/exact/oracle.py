@@ -10,7 +10,7 @@ from functools import partial
 from megatron_epp.contrib.exact.added import times_of
 from megatron_epp.contrib.exact.choices import SHARES
 from megatron_epp.contrib.exact.solve import Case, logger, solve
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan

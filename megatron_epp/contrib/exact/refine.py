@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from megatron_epp.contrib.exact.oracle import makespan_us, oracle
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions

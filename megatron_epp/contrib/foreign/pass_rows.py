@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.check import check
 from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.plan import UNLIMITED_BYTES, Messages, Plan, Prediction, Step
+from megatron_epp.plan.proof import check
 from megatron_epp.plan.recompute import NO_RECOMPUTE
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 
 MOST_PASSES = 4_000_000
 """Number of passes that are read at most."""

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
 from megatron_epp.contrib.overlap import flags_against_overlap
 from megatron_epp.contrib.overlap.turns import Collective, PairRunner, StepsOfTwo, Turns, exchanges_of, run_together
-from megatron_epp.features import RunFeature
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import Op, Plan
 from megatron_epp.runtime.executor import Handler
 
@@ -43,10 +43,12 @@ class Overlap(RunFeature):
         self._args, self._rank = run.args, run.rank
 
     @contextmanager
-    def running(self, plan: Plan, inputs: Any, reduction: Any) -> Iterator[Mapping[Op, Handler]]:
+    def running(
+        self, plan: Plan, inputs: Any, reduction: Any, handlers: Mapping[Op, Handler]
+    ) -> Iterator[Mapping[Op, Handler]]:
         has_steps = any(step.also for step in plan.ranks[self._rank])
         run_pair = pair_runner(self._args) if has_steps else None
-        yield {} if run_pair is None else StepsOfTwo(plan, self._rank, run_pair).handlers()
+        yield {} if run_pair is None else StepsOfTwo(plan, self._rank, run_pair, handlers).handlers()
 
 
 def pair_runner(args: argparse.Namespace) -> PairRunner | None:

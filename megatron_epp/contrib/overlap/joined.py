@@ -11,9 +11,10 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_epp.cost import Costs
-from megatron_epp.plan import Action, Op, Step, simulate
+from megatron_epp.cost.model import Costs
+from megatron_epp.plan import Action, Op, Step
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner.assemble import written
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import Sharing

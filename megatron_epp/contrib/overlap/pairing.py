@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from megatron_epp.contrib.overlap.joined import Joined, JoinedDecisions
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron_epp.features.split_weights import deferred_gradients
 from megatron_epp.plan import Action, EppError, Op, Plan
-from megatron_epp.runtime.autograd import weights
 from megatron_epp.runtime.autograd.saved import tracking_in_this_thread
-from megatron_epp.runtime.executor import HANDLERS, Executor, Handler
+from megatron_epp.runtime.executor import Executor, Handler
 from megatron_epp.runtime.side_thread import SideThread
 
 _BACKWARDS = {Op.B, Op.W}
@@ -106,11 +106,11 @@ def run_together(first: Callable[[], None], second: Callable[[], None], exchange
             _catch(lambda: turns.run(1, second), errors)
 
     with exchanges(turns):
-        _current, weights.after_each = turns, hand_over
+        _current, deferred_gradients.after_each = turns, hand_over
         second_ended = _second_thread().submit(in_thread)
         _catch(lambda: turns.run(0, first), errors)
         second_ended.result()
-        _current = weights.after_each = None
+        _current = deferred_gradients.after_each = None
     if errors:
         raise next((error for error in errors if not isinstance(error, AbandonedError)), errors[0])
     return turns.num_changes
@@ -186,8 +186,8 @@ class _Work:
 class StepsOfTwo:
     """Handlers that run the other action of a step with the first, if they can take turns, and not once more by itself."""
 
-    def __init__(self, plan: Plan, rank: int, run_pair: PairRunner) -> None:
-        self._run_pair, self.num_turns = run_pair, 0
+    def __init__(self, plan: Plan, rank: int, run_pair: PairRunner, handlers: Mapping[Op, Handler]) -> None:
+        self._run_pair, self._inner, self.num_turns = run_pair, handlers, 0
         streams_kv = any(plan.placement[entry.stage] == rank for entry in plan.kv_offload)  # for one action at a time
         self._pairs = {
             step.action: step.also[0]
@@ -200,12 +200,12 @@ class StepsOfTwo:
         return dict.fromkeys({action.op for pair in self._pairs.items() for action in pair}, self._run)
 
     def _run(self, executor: Executor, action: Action) -> None:
-        handler, other = HANDLERS[action.op], self._pairs.get(action)
+        handler, other = self._inner[action.op], self._pairs.get(action)
         if action in self._done:
             self._done.remove(action)
         elif other is None:
             handler(executor, action)
         else:
             self._done.add(other)
-            second = partial(executor.perform, other, HANDLERS[other.op])
+            second = partial(executor.perform, other, self._inner[other.op])
             self.num_turns += self._run_pair(partial(handler, executor, action), second)

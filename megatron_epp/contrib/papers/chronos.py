@@ -17,7 +17,8 @@ from functools import partial
 from megatron_epp.contrib.papers.copies import copied
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.contrib.papers.spacing import whole_backwards
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
+from megatron_epp.features.copies.ahead import longest_lived_shares
 from megatron_epp.plan import Chunk
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
@@ -25,7 +26,6 @@ from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fit import by_stage, fit_with_copies
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.memory.ahead import longest_lived_shares
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables, tabulate
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
+from megatron_epp.features.copies.ahead import Shares, fit_ahead
 from megatron_epp.plan import Chunk, InfeasibleError
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.fitted import fitted
-from megatron_epp.planner.memory.ahead import Shares, fit_ahead
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables, tabulate
 

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from megatron_epp.contrib.papers.fixed_order import Batch, ChunkTable
 from megatron_epp.contrib.papers.partition import Times, least_latency
 from megatron_epp.contrib.papers.slices import Slicer, slice_boundaries
-from megatron_epp.cost import Costs, causal_pairs
+from megatron_epp.cost.model import Costs
+from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan import Action, Op
 from megatron_epp.plan.first_fit import joined, longest_first
 from megatron_epp.plan.problem import Options, Problem

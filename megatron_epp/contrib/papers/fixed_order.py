@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from megatron_epp.contrib.overlap.joined import JoinedDecisions, JoinedOrder, adjacent
 from megatron_epp.contrib.papers.slices import Slicer
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.operations import Presence, operation

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
+from megatron_epp.features.stages.list_scheduling import ListScheduling
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.list_scheduling import ListScheduling
 from megatron_epp.planner.tables import tabulate
 
 WINDOWS = (2.5, 2, 1.5, 1)

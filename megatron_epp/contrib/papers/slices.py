@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_epp.contrib.papers.packing import PackedItem, pack
-from megatron_epp.cost import Costs, LinearTime, causal_pairs
+from megatron_epp.cost.model import Costs
+from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import Chunk
 from megatron_epp.plan.first_fit import joined, longest_first
 from megatron_epp.plan.problem import Problem

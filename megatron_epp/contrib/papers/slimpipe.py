@@ -13,7 +13,7 @@ from itertools import chain
 
 from megatron_epp.contrib.papers.fixed_order import CHUNKS_PER_RANK, Batch, ChunkTable
 from megatron_epp.contrib.papers.slices import Slicer
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Action, Op, PlanError, Remedy
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Options, Problem

@@ -13,7 +13,7 @@ the paper's ``(p - 1 + N) / N`` times a measured time of N slices.
 
 from __future__ import annotations
 
-from megatron_epp.planner.memory.ahead import Shares
+from megatron_epp.features.copies.ahead import Shares
 from megatron_epp.planner.tables import Tables
 
 

@@ -28,8 +28,8 @@ from megatron_epp.contrib.papers.terapipe import slices_of_least_latency
 from megatron_epp.contrib.papers.v_blocks import v_half, v_min
 from megatron_epp.contrib.papers.zb_v import zb_v
 from megatron_epp.contrib.papers.zero_bubble import zb_h1, zb_h2
+from megatron_epp.features.copies.ahead import longest_lived_shares
 from megatron_epp.plan.planners import PlannerEntry
-from megatron_epp.planner.memory.ahead import longest_lived_shares
 
 
 def _order(planner: FixedOrder, summary: str, source: str, **more: Any) -> PlannerEntry:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_epp.contrib.papers.fixed_order import ChunkTable
 from megatron_epp.contrib.papers.partition import Times, least_latency
 from megatron_epp.contrib.papers.slices import Slicer
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import slowest_line
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.contrib.papers.squeezed import laid_out, squeezed
+from megatron_epp.features.stages.stage_orders import in_blocks
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.patterns import in_blocks
 
 
 def v_min(batch: Batch) -> Iterator[Order]:
@@ -31,7 +31,7 @@ def repeated(name: str, batch: Batch) -> Iterator[Order]:
     """Yield the order of a building block repeated for every chunk, squeezed and as it is.
 
     Args:
-        name: of the block, in `orders.patterns.BLOCKS`.
+        name: of the block, in `features.stages.stage_orders.BLOCKS`.
     """
     late, blocks, own = batch.most_slices - 1, range(batch.num_chunks), batch.placement
     later = [block + late for block in blocks]

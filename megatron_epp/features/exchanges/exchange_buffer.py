@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_epp.features import RunFeature
 from megatron_epp.mcore.arguments.layout import token_shards
-from megatron_epp.mcore.model.kinds.experts import flex_backend
+from megatron_epp.mcore.iteration.run_feature import RunFeature
+from megatron_epp.mcore.model.kinds import flex_backend
 
 if TYPE_CHECKING:
     from megatron_epp.data.batch import GlobalBatch

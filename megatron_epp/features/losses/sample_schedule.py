@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron_epp.data.batch import OF_TOKENS, GlobalBatch, InputColumns
 from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
+from megatron_epp.features import Asked, targets
 from megatron_epp.features.losses.stage_loss import LossStage
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
@@ -30,7 +31,7 @@ from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
 from megatron_epp.mcore.model.replayed_routes import routed_layers, routing_of
-from megatron_epp.mcore.model.weight_gradients import settle_split
+from megatron_epp.mcore.start.sliced_start import new_run
 from megatron_epp.plan import EppError
 from megatron_epp.plan.spans import refuse_forced_cuts
 from megatron_epp.runtime.attention.context_parallel import of_group
@@ -225,10 +226,11 @@ class SampleSchedule:
         )
         args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
         raise_for(from_each_of_job(next(filter(None, (refusal(model, self.loss.average) for model in models)), "")))
-        settle_split(args, models)
         for model in models:
             adopt_built(model, args)
-        run = SlicedRun(args)
+        for adopt in targets(Asked(args), "built"):
+            adopt([*map(language_model_of, models)], args)
+        run = new_run(args)
         run.loss, run.own_inputs = self.loss, self._own_inputs
         config, inside = get_model_config(models[0]), [language_model_of(model) for model in models]
         own = max(map(axes_of, inside)), [layer for model in inside for layer in routed_layers(model.decoder)]

@@ -10,9 +10,9 @@ import torch
 from megatron.core import mpu
 from torch import Tensor
 
-from megatron_epp.features import RunFeature
 from megatron_epp.features.losses.scopes import ScopedLoss
 from megatron_epp.features.losses.value_head import check_head
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.model.block_loss import AskedOfLogits, BlockLoss
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.stage import ChunkInputs, HeadSettings, MegatronStage

@@ -11,11 +11,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.losses import Loss, load_loss
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.language_model import outputs_of
 from megatron_epp.plan import EppError
+from megatron_epp.plan.flags import AUTO
 
 
 class ValueHead(torch.nn.Linear):

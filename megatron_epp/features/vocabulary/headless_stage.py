@@ -45,9 +45,9 @@ class HeadlessStage(MegatronStage):
         self._outputs[context.chunk] = output
         return output
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
         self._outputs.pop(context.chunk, None)
-        super().backward(context, output if grad is not None else self._finished.pop(context.chunk), grad, keep_weights)
+        super().backward(context, output if grad is not None else self._finished.pop(context.chunk), grad)
 
     def output(self, chunk: int) -> Tensor:
         """Return the input of the output layer of a chunk, ``[tokens / shards, hidden]``, after its forward."""

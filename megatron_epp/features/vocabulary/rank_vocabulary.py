@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,20 +14,18 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.features import RunFeature
 from megatron_epp.features.vocabulary.headless_stage import HeadlessStage
 from megatron_epp.features.vocabulary.pipeline_shards import PipelineShards, ShardGroups, Targets
 from megatron_epp.features.vocabulary.shards import Shard
 from megatron_epp.features.vocabulary.tied_table import TiedTable
 from megatron_epp.features.vocabulary.vocabulary_shard import VocabularyShard
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
-from megatron_epp.mcore.model.block_loss import block_tokens_of
+from megatron_epp.mcore.iteration.run_feature import RunFeature
+from megatron_epp.mcore.model.block_loss import block_tokens_of, weight_gradient
 from megatron_epp.mcore.model.stage import ChunkInputs, HeadSettings, MegatronStage
 from megatron_epp.mcore.model.trained_rows import rows_to_compute
-from megatron_epp.mcore.model.weight_gradients import weight_gradient
-from megatron_epp.mcore.patches.environment import fuses_own_gradients
 from megatron_epp.plan import EppError, Op, Plan
-from megatron_epp.runtime.autograd.weights import give_gradient
+from megatron_epp.runtime.autograd.weight_gradient import give_gradient
 from megatron_epp.runtime.executor import Handler
 from megatron_epp.runtime.links.objects import from_each_of_job
 from megatron_epp.runtime.side_thread import Background, SideStream, SideThread
@@ -71,7 +70,9 @@ class RankVocabulary(RunFeature):
             self._tied.forget_gradient()
 
     @contextmanager
-    def running(self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any) -> Iterator[Mapping[Op, Handler]]:
+    def running(
+        self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any, handlers: Mapping[Op, Handler]
+    ) -> Iterator[Mapping[Op, Handler]]:
         self._inputs = inputs
         if self._tied is not None:
             with self._watching("waits for the embedding's rows"):
@@ -140,6 +141,14 @@ class RankVocabulary(RunFeature):
     def num_parts(self) -> int:
         """Number of ranks that each have a part of the last stage's output, by sequence parallelism."""
         return mpu.get_tensor_model_parallel_world_size() if self._config.sequence_parallel else 1
+
+
+def fuses_own_gradients(config: Any) -> bool:
+    """Return True if weight gradients of layers that are not Transformer Engine's are added with Apex's kernel."""
+    return (
+        getattr(config, "gradient_accumulation_fusion", False)
+        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    )
 
 
 def _same(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_epp.features import RunFeature
+from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.model.core_attention import relay_of
 from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.kv_offload import head_parts
@@ -27,7 +27,7 @@ from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 from megatron_epp.runtime.context import ChunkLayout
 
 if TYPE_CHECKING:
-    from megatron_epp.cost import PipelineCosts
+    from megatron_epp.cost.model import PipelineCosts
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.mcore.iteration.base_run import Run
 

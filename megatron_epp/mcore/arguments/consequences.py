@@ -6,7 +6,6 @@ import argparse
 import logging
 
 from megatron_epp.cost.optimizer import KINDS
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments import refusals
 from megatron_epp.mcore.arguments.layout import EVEN, KEEPING_LAYERS, apply_layout, is_divided, is_open
 from megatron_epp.mcore.arguments.rule import Door, given_flags, problems_of
@@ -17,6 +16,7 @@ from megatron_epp.mcore.features import (
     installed_version,
     saves_several_buckets_resharded,
 )
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.placement import placements_of
 
 logger = logging.getLogger(__name__)

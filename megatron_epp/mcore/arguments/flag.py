@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_epp.cost.output_layer import AUTO
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, nearest, nearest_number
 

@@ -6,10 +6,10 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import Flag, Number
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS, TABLE, TRAINING
 from megatron_epp.plan.errors import Names
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.problem import Options
 
 TITLE = "elastic pipeline parallelism"

@@ -10,10 +10,10 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments import ArgumentError, fp8
 from megatron_epp.mcore.arguments.flag import GIVEN, Number
 from megatron_epp.mcore.arguments.layout import (
@@ -32,11 +32,10 @@ from megatron_epp.mcore.arguments.layout import (
 from megatron_epp.mcore.arguments.rule import BOTH, Check, Door, Rule, Rules, flags, problems_of
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, shards_vocabulary
-from megatron_epp.mcore.model.kinds import KINDS
-from megatron_epp.mcore.model.kinds.experts import chunk_problems, router_problems
+from megatron_epp.mcore.model.kinds import KINDS, layer_problems, of_experts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import Names
-from megatron_epp.plan.flags import flag_of
+from megatron_epp.plan.flags import AUTO, flag_of
 from megatron_epp.plan.planners import PLANNERS, begins_with_greedy
 from megatron_epp.plan.reading import brief
 
@@ -321,7 +320,8 @@ def _of_loss(args: Namespace, _: Door) -> Iterator[str]:
             f"--epp-loss {args.epp_loss} reads values, of a head in the place of the output layer: pass "
             "--untie-embeddings-and-output-weights"
         )
-    yield from (f"--epp-loss {args.epp_loss}: {problem}" for problem in router_problems(args, Door.DOCUMENTS, loss.average))
+    for problem in of_experts("router_problems", args, Door.DOCUMENTS, loss.average):
+        yield f"--epp-loss {args.epp_loss}: {problem}"
 
 
 def _is_packed(args: Namespace) -> bool:
@@ -393,8 +393,7 @@ def pattern_problem(pattern: str | None) -> str:
 def _layers(args: Namespace, _: Door) -> Iterator[str]:
     if problem := pattern_problem(hybrid_pattern(args) or ""):
         yield problem
-    for kind in KINDS:
-        yield from kind.problems(args)
+    yield from layer_problems(args)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -466,7 +465,7 @@ RULES: Rules = (
     Check(_optional),
     Check(lambda a, door: problems_of(a, door, VOCABULARY) if shards_vocabulary(a) else ()),
     Check(_layers),
-    Check(chunk_problems, Door.SLICED_MODEL),
+    Check(partial(of_experts, "chunk_problems"), Door.SLICED_MODEL),
 )
 
 _LOOP = Door.STOCK | Door.DOCUMENTS

@@ -20,7 +20,7 @@ from megatron_epp.mcore.arguments import ArgumentError, fp8
 from megatron_epp.mcore.arguments.consequences import door_of, prepare_epp_args
 from megatron_epp.mcore.arguments.refusals import START
 from megatron_epp.mcore.arguments.rule import Door, problems_of
-from megatron_epp.mcore.model.kinds.experts import flex_backend
+from megatron_epp.mcore.model.kinds import flex_backend
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
 from megatron_epp.cost.optimizer import DTYPE_BYTES, KINDS
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.data.indexed_documents import DOCUMENTS
 from megatron_epp.mcore.arguments.flag import (
     AMOUNT,
@@ -32,7 +31,7 @@ from megatron_epp.mcore.arguments.flag import (
     planner,
 )
 from megatron_epp.plan.errors import Names
-from megatron_epp.plan.flags import DISPATCHERS, KERNELS, MACHINES, flag_of
+from megatron_epp.plan.flags import AUTO, DISPATCHERS, KERNELS, MACHINES, flag_of
 from megatron_epp.plan.shape_classes import WARM_UPS
 from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
 from megatron_epp.plan.yaml_files import shipped

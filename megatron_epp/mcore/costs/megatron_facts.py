@@ -10,12 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_epp.cost import OptimizerBytes
-from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, Parameters
-from megatron_epp.cost.output_layer import AUTO
+from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, OptimizerBytes, Parameters
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.block_loss import block_tokens_of
-from megatron_epp.plan.flags import CUDNN, FLASH_2, FLASH_3
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.port.run_facts import AttentionSizes, CostsFile, RunFacts
 
 Ask = Callable[..., Any]
@@ -164,10 +162,8 @@ def kernel_of(args: argparse.Namespace, sizes: AttentionSizes) -> str:
     """Return the name of the attention kernel that the run will take; empty for one without published rates."""
     from megatron_epp.runtime.attention import kernels  # whose libraries no run without formulas needs
 
-    names = {kernels.TRANSFORMER_ENGINE: CUDNN, kernels.FLASH_ATTN_3: FLASH_3}
-    names |= dict.fromkeys((kernels.FLASH_ATTN, kernels.TORCH_FLASH), FLASH_2)
     width = sizes.value_head_width if sizes.value_head_width != sizes.head_width else 0
     heads = sizes.heads_on_rank, sizes.kv_heads_on_rank
     case = kernels.AttentionCase("cuda", args.params_dtype, sizes.head_width, *heads, width)
     chosen, _ = kernels.explain(case, getattr(args.attention_backend, "name", args.attention_backend) or AUTO)
-    return "" if chosen is None else names.get(chosen, "")
+    return "" if chosen is None else chosen.rates

@@ -1,4 +1,4 @@
-"""Bytes that a chunk takes on a rank's own stage and the share that can be offloaded, by counting what autograd keeps of it."""
+"""Bytes that a chunk takes on a rank's own stage, by counting what autograd keeps of it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_epp.cost import LinearTime, ModeCosts, StageCosts
-from megatron_epp.cost.blocks import ATTENTION, HANDOVER, HEAD, INPUT, LAYER, MLP, PREDICTION, BlockCosts
+from megatron_epp.cost.blocks import ATTENTION, HANDOVER, HEAD, INPUT, LAYER, MLP, PREDICTION, BlockCosts, StageCosts
+from megatron_epp.cost.work import LinearTime, ModeCosts
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.core_attention import relay_of
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
-from megatron_epp.plan.recompute import FULL, MODES
+from megatron_epp.plan.recompute import FULL
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, size_class
 from megatron_epp.runtime.attention.segments import SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
@@ -205,10 +206,9 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     received, *rest = (block for block in costs.blocks if block.kind != HANDOVER)  # that of formulas is of the mean layer
     if not few.hands_over:
         return replace(costs, blocks=(received, *rest))
-    states = _states(stage)
-    handover = BlockCosts(kind=HANDOVER, state_bytes=states.handed_over, state_tokens=stage.kv_cache.handover.most_rows)
+    handover, tails = resolve_name("megatron_epp.mcore.costs.handover_probe:handed_over")(stage)
     costs = replace(costs, blocks=(received, handover, *rest))
-    return costs.changed(LAYER, tail_bytes=states.tails / max(1, stage.num_layers))
+    return costs.changed(LAYER, tail_bytes=tails / max(1, stage.num_layers))
 
 
 def _caches(stage: MegatronStage) -> dict[str, list[bool]]:
@@ -373,36 +373,6 @@ class _Slices(NamedTuple):
     ahead: float | None
 
 
-class _States(NamedTuple):
-    """Bytes that a slice hands over to the next one alone, and those that layers keep besides because of it."""
-
-    handed_over: int
-    tails: int
-
-
-def _states(stage: MegatronStage) -> _States:
-    """Run three slices of a sequence without recompute, and compare what the second one keeps with what the first does."""
-    (segment,) = bytes_chunk(stage).segments
-    tokens, handover = segment.end, stage.kv_cache.handover
-    meter, sizes, runs = SavedTensors(stage.parameters, lambda: handover.num_bytes), [0], list[tuple[Tensor, ChunkContext]]()
-    shorter: list[int] = []
-    with meter:
-        for start in (0, tokens, 2 * tokens):
-            view = SliceView(0, start, start + tokens, 3 * tokens, 3 * tokens, 3)
-            _, output, context = forward(stage, Chunk((Segment(0, start, start + tokens),)), view)
-            runs.append((output, context))
-            sizes.append(meter.held_bytes)
-            if not start:
-                first_bytes = meter.live_bytes
-            shorter.append(handover.shorter_bytes)
-        while runs:
-            backward(stage, *runs.pop())
-    states = sizes[1] - first_bytes
-    more = sizes[2] - sizes[1] - first_bytes
-    more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
-    return _States(states + shorter[0], max(0, more))
-
-
 def _of_slices(
     stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2, layer: Sequence[torch.nn.Module] | None = None
 ) -> _Slices:
@@ -439,12 +409,12 @@ def _of_slices(
             chunk = Chunk((Segment(0, start, start + tokens),))
             _, output, context = forward(stage, chunk, view, Recompute(full=stage.num_layers))
             runs.append((output, context))
-            hands_over = hands_over or kv_cache.handover.num_bytes > 0  # the last slice takes it
+            hands_over = hands_over or kv_cache.num_bytes > kv_cache.cache_bytes  # the last slice takes it
         cache_bytes, live_bytes = kv_cache.cache_bytes, meter.live_bytes
         backward(stage, *runs.pop(), keep_weights)
         gradient_bytes, most = kv_cache.cache_bytes - cache_bytes, max(left_bytes[1:], default=0)
         if keep_weights:
-            stage.weight(0)
+            stage.weights.run(0)
         backward(stage, *runs.pop())
     of_layer = max(1, sum(map(sum, _caches(stage).values()))) * 2 * tokens
     cache = cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens)
@@ -456,22 +426,6 @@ def message_bytes(stage: MegatronStage) -> float:
     """Return the bytes per token of a message, which is the input of a layer."""
     shape, dtype, _ = stage.message(_TOKENS * stage.token_multiple)
     return math.prod(shape) * dtype.itemsize / (_TOKENS * stage.token_multiple)
-
-
-def measure_offloadable_share(stage: MegatronStage) -> float:
-    """Share of the bytes a chunk keeps whose storage nothing else holds (0 to 1): the smallest over all recompute modes."""
-    if not stage.has_gradient:
-        return 1.0  # it keeps nothing
-    shares = []
-    for recompute in (NO_RECOMPUTE, *(Recompute(**{name: stage.num_layers}) for name in MODES)):
-        with SavedTensors(stage.parameters) as saved:
-            with saved.of((0, 0)):
-                _, output, _ = forward(stage, bytes_chunk(stage), recompute=recompute)
-            storages = saved.pop((0, 0))
-            movable = sum(storage.num_bytes for storage in storages if storage.is_ours)
-            shares.append(movable / max(1, sum(storage.num_bytes for storage in storages)))
-            del output
-    return min(shares)
 
 
 def run_other_size(stage: MegatronStage) -> None:

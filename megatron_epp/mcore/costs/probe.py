@@ -1,4 +1,4 @@
-"""Test chunks on a rank's own stage, their forward and backward, and the time of copies between device and host."""
+"""Test chunks on a rank's own stage, and their forward and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.cost.line_fits import fit_line
 from megatron_epp.data.batch import AheadArrays
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
@@ -19,16 +18,6 @@ from megatron_epp.runtime.context import ChunkContext
 
 _VOCABULARY = 32
 """Number of token ids that every model's vocabulary contains."""
-_COPIED_BYTES = (1 << 20, 1 << 25)
-"""Sizes of the copies that are timed: two, for the latency and the rate of a line. Other sizes were not compared."""
-
-
-def measure_host_link(device: torch.device) -> tuple[float, float]:
-    """Measure copies to the host and back, on a CPU in its memory: latency in microseconds, and microseconds per byte."""
-    from megatron_epp.runtime.timer import time_host_copies  # which a run without copies does not need
-
-    line = fit_line(time_host_copies(device, _COPIED_BYTES), pairs=False).line
-    return line.fixed_us, line.per_token_us
 
 
 def _inputs(stage: MegatronStage, tokens: int) -> ChunkInputs:
@@ -63,7 +52,9 @@ def forward(
 
 
 def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_weights: bool = False) -> None:
-    stage.backward(context, output, None if stage.has_loss else torch.ones_like(output), keep_weights)
+    if stage.weights is not None:
+        stage.weights.kept = (context.chunk,) if keep_weights else ()
+    stage.backward(context, output, None if stage.has_loss else torch.ones_like(output))
 
 
 @contextmanager

@@ -15,9 +15,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import LinearTime, PipelineCosts, StageCosts, Static
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION
+from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION, StageCosts
 from megatron_epp.cost.casts import casts_of
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
@@ -31,10 +33,8 @@ from megatron_epp.mcore.costs.megatron_facts import (
     run_facts,
     trained_share,
 )
-from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes, run_other_size
-from megatron_epp.mcore.costs.probe import measure_host_link
+from megatron_epp.mcore.costs.memory_probe import measure_bytes, message_bytes, run_other_size
 from megatron_epp.mcore.model.stage import CASTS, MegatronStage, Snapshot
-from megatron_epp.mcore.training.caps import offloads
 from megatron_epp.plan.errors import Names, as_setting
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
 from megatron_epp.port.run_facts import AttentionSizes
@@ -62,6 +62,7 @@ def pipeline_costs(
     links: Links,
     num_stages: int,
     ask: Ask,
+    measured: Callable[[PipelineCosts], PipelineCosts],
     note: Callable[[Step], None] = lambda step: None,
 ) -> PipelineCosts:
     """Return the costs of the whole pipeline, the same on every rank of the run, since replicas divide batches by them.
@@ -69,7 +70,7 @@ def pipeline_costs(
     Bytes are always measured, by counting what autograd keeps in a forward of a small chunk: they do not vary, and a profile
     may be of another precision. Times come from formulas or from the profile that `--epp-costs` names. A file with costs of a
     whole pipeline is used unchanged, but for the numbers of heads and the precision of sums of keys' and values' gradients; one
-    of another precision is refused. `note` is called ahead of each step.
+    of another precision is refused. `measured` adds what features measure, and `note` is called ahead of each step.
     """
     note("reading costs")
     source = stored_costs.named(args, ask)
@@ -90,7 +91,7 @@ def pipeline_costs(
     base = _with_bytes(by_formula, token_bytes, names_of(args))
     with _undisturbed(stages.values()):
         note("measuring bytes")
-        measured = _with_largest_workspaces(
+        bytes_of = _with_largest_workspaces(
             {number: _measured_bytes(args, sizes, stage, base.stages[number], product) for number, stage in stages.items()}
         )
         if args.epp_warm_up == "on" or (args.epp_warm_up == "auto" and torch.cuda.is_initialized()):
@@ -98,14 +99,8 @@ def pipeline_costs(
             for stage in stages.values():
                 run_other_size(stage)
         if torch.cuda.is_initialized():
-            measured = _with_placeholders(measured, placeholder_bytes(args, stages.values()))
-        costs = replace(base, stages=by_stage(measured, links))
-        if offloads(args):
-            note("measuring what can go to the host")
-            share = min(gathered(min(map(measure_offloadable_share, stages.values())), links))
-            costs = replace(costs, offloadable_share=share)
-            if args.epp_costs == "learn" or math.isinf(costs.host_us_per_byte):
-                costs = with_host_link(costs, next(iter(stages.values())).message(1)[2], links)
+            bytes_of = _with_placeholders(bytes_of, placeholder_bytes(args, stages.values()))
+        costs = measured(replace(base, stages=by_stage(bytes_of, links)))
     note("exchanging costs")
     return made_by_first(lambda: ask(f"{FORMULAS}:with_device_memory", facts(), costs))
 
@@ -118,12 +113,6 @@ def _tell_frozen(args: argparse.Namespace, trained: Sequence[float | None]) -> N
             "%s %s chose the layers of stages as if all parameters trained, and some are frozen: give %s how many train",
             *(LAYOUT_FLAG, chosen, names_of(args)["trained_parameters"]),
         )
-
-
-def with_host_link(costs: PipelineCosts, device: torch.device, links: Links) -> PipelineCosts:
-    """Return costs with the measured time of copies to the host, on the slowest rank of the pipeline. A collective call."""
-    latency_us, us_per_byte = map(max, zip(*gathered(measure_host_link(device), links, max), strict=True))
-    return replace(costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
 
 
 def _measured_bytes(

@@ -8,11 +8,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 
-from megatron_epp.cost import PipelineCosts, StageCosts
-from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, Ask, costs_file
@@ -20,10 +18,6 @@ from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.errors import as_setting
 from megatron_epp.plan.writing import write_text
 from megatron_epp.runtime.links.objects import made_by_first
-
-_TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
-_TIMES_OF_SHARDS = ("logits", "gradient", "spread", "gather")
-"""Fields with times; recompute modes have theirs besides."""
 
 
 def named(args: argparse.Namespace, ask: Ask) -> PipelineCosts | None:
@@ -68,24 +62,6 @@ def write_whole(path: Path, text: str) -> None:
         write_text(path, text)
     except OSError as error:
         raise EppError(f"cannot write {error.filename or path}: {error.strerror}") from None
-
-
-def with_times(here: PipelineCosts, earlier: PipelineCosts) -> PipelineCosts:
-    """Combine the bytes of `here` with the times of `earlier`."""
-    stages = tuple(map(_stage_with_times, here.stages, earlier.stages))
-    vocabulary = here.vocabulary
-    if vocabulary is not None and earlier.vocabulary is not None:
-        vocabulary = replace(vocabulary, **{name: getattr(earlier.vocabulary, name) for name in _TIMES_OF_SHARDS})
-    times = {name: getattr(earlier, name) for name in _TIMES_OF_LINKS}
-    return replace(here, name=earlier.name, stages=stages, vocabulary=vocabulary, **times)
-
-
-def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:
-    timed = then.layers.recompute
-    modes = {name: replace(mode, again=timed[name].again) for name, mode in now.layers.recompute.items() if name in timed}
-    for name in ("forward", "backward", "weight"):
-        now = now.with_lines(name, *then.lines(name))
-    return replace(now.changed(LAYER, recompute=modes), unlike=now.unlike)
 
 
 def other_bytes(costs: PipelineCosts, token_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""Functions that Megatron's training loop calls with `--epp`: the provider of documents, and the schedule that runs plans."""
+"""The schedule that Megatron's training loop calls with `--epp`: it runs plans."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
-from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore.arguments.refusals import splits_weights
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.mcore.data.documents import build_document_iterators
 from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.loggers import memory_text
 from megatron_epp.mcore.iteration.reduction import NoReduction, Reduction
@@ -35,27 +32,6 @@ logger = logging.getLogger(__name__)
 
 _RAISED_BY_ALL = (EppError, StopIteration)
 """Errors that all ranks of the job raise: errors of planning, and the end of the documents. Others are one rank's own."""
-
-
-def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Return iterators of global batches for train, validation and test, in place of Megatron's datasets."""
-    # Megatron asks for iterators once for each model chunk of a rank.
-    if vp_stage:  # a rank's chunks run from one batch, which the iterator of the first one gives
-        return None, None, None
-    args = get_args()
-    run = sliced_run.start(args)
-    elastic = args.epp_schedule == "elastic"
-    train, valid, test = build_document_iterators(
-        args,
-        run.plan_source(forward_only=False) if elastic else None,
-        run.plan_source(forward_only=True) if elastic else None,
-        mpu.get_data_parallel_rank(),
-        mpu.get_data_parallel_world_size(),
-        num_samples,
-    )
-    if train is not None and run.plans and not run.replica:
-        run.longest_tokens = train.longest_tokens
-    return train, valid, test
 
 
 def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +169,7 @@ def _run_on_rank(
     program, inputs = batch.prepared.program, batch.prepared.inputs.chunk
     # Hooks know one backward as the last: a shard has its own, and a chunk without spans gives encoders no gradient.
     by_hooks = run.rank == 0 and run.own_inputs is None and not any(feature.adds_gradients for feature in run.features)
-    splits = splits_weights(run.args)
+    splits = run.options.split_weight
     reduction = Reduction(get_model_config(models[0]), models, by_hooks, splits) if reduces else NoReduction(models)
     report.counts_documents(batch.prepared.inputs.upload.buffer, batch.plan.forward_only)
 

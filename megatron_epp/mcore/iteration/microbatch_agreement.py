@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron_epp.cost import causal_pairs
+from megatron_epp.cost.work import causal_pairs
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.links.objects import ObjectGroup

@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.learning import of_whole_microbatches, with_static
 from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_static
+from megatron_epp.features import targets
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_shards
-from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.refusals import advice
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained_share
-from megatron_epp.mcore.costs.sources import Step, by_stage, gathered, with_host_link
+from megatron_epp.mcore.costs.sources import Step, by_stage, gathered
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.base_run import Run
-from megatron_epp.mcore.iteration.learn_costs import CostLearning
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes
 from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, installed
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, tensor_bytes
@@ -34,19 +33,20 @@ from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layer
 from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report import IterationReport
+from megatron_epp.mcore.iteration.run_feature import Learning
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
-from megatron_epp.mcore.model.weight_gradients import settle_split
-from megatron_epp.mcore.training.caps import offloads, possible_on_device
+from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
-from megatron_epp.plan.errors import Names, Remedy
+from megatron_epp.plan.errors import Names
 from megatron_epp.plan.plan_figures import offload_share
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan
 from megatron_epp.port.planning import PlanningProcess
 from megatron_epp.runtime.context import program_of
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
+from megatron_epp.runtime.memory_use import possible_on_device
 from megatron_epp.runtime.side_thread import SideThread
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,9 @@ class MicrobatchRun(Run):
 
     def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         super().__init__(args)
-        self.models, self._on_gpu = models, torch.cuda.is_initialized()
+        for adopt in targets(self.asked, "built"):
+            adopt([unwrap_model(model) for model in models], args)
+        self.models, self._on_gpu, self.loaded_costs = models, torch.cuda.is_initialized(), loaded
         config, last, is_virtual = get_model_config(models[0]), self.placement.num_stages - 1, len(models) > 1
         stages = {
             stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, token_shards(args))
@@ -115,23 +117,20 @@ class MicrobatchRun(Run):
         }
         self._process = PlanningProcess() if dist.get_rank() == self.own_ranks[0] else None
         """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
-        self.connect(stages)
+        connect(self, stages)
         self._can_look_ahead: bool | None = None
         self.ahead = Ahead(self._agreed_ahead)
         self._thread = None if self._process is None else SideThread("epp-planning")  # which waits for the process
         self._begun: tuple[_Key, Future[tuple[PackedPlan, tuple[int, ...]]]] | None = None
         """Plan of the next iteration, where this rank plans and has begun."""
-        self.use_communicators()  # ahead of `settle`, whose caps then count their memory
-        settle_split(args, models)
-        self.settle(self._by_formula, True, resume=lambda prior, known: known, loaded=loaded)
-        self.learning = CostLearning(partial(self.fit, complete=self._with_static), is_done=self.saved_costs is not None)
+        use_communicators(self)  # ahead of `settle`, whose caps then count their memory
+        self.learning = next(feature for feature in self.features if isinstance(feature, Learning))
+        settle(self, self._by_formula)
         obstacles = self.links.control.from_each([stage.recompute_obstacle for stage in self.stages.values()])
-        options = options_from(args, training=True, offload=offloads(args))
+        options = self.options
         if obstacle := next((text for each in obstacles for text in each if text), ""):
             options = _without_recompute(options, obstacle, self.names, is_asked=args.epp_offload == "on")
-        self._options = options
-        if options.split_weight:
-            self._split_weights()
+        self.options = options
         self._plans: dict[_Key, MicrobatchPlan] = {}
         self._measured: AgreedShapes | None = None
         """Microbatches of the last training iteration that was recorded for costs."""
@@ -204,16 +203,15 @@ class MicrobatchRun(Run):
         Returns what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
         measures = self.learning.is_recording and not call.forward_only
-        reduction = Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, self._options.split_weight)
+        reduction = Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, self.options.split_weight)
         if planned is None:
             if not call.forward_only:
                 with reduction:
                     reduction.reduce_all()
-                self._learn(None, report)
+                self._after(None, report)
             return [], torch.zeros([], dtype=torch.int, device=self.device)
-        parameters = (parameter for model in self.models for parameter in model.parameters())
-        counts = self.host is not None or (measures and not self._on_gpu)
-        report.tracker = SavedTensorTracker(parameters, self.host, counts=counts, measures_shares=True)
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        report.tracker = SavedTensorTracker(self.counting(planned.plan, parameters, measures and not self._on_gpu))
         microbatches = dict(zip(self.stages.values(), sources, strict=True))
 
         def begin(stage: MicrobatchStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
@@ -224,7 +222,7 @@ class MicrobatchRun(Run):
         run_plan(self, self.models, planned.plan, report, reduction, begin, program)
         self._measured = agreed if measures else self._measured
         if not call.forward_only:
-            self._learn(planned.plan, report)
+            self._after(planned.plan, report)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
@@ -236,34 +234,12 @@ class MicrobatchRun(Run):
         counts, trained = zip(*by_stage(mine, self.links), strict=True)
         asked = None, counts, trained, (), True
         by_formula, _ = made_by_first(lambda: self._ask("prior", *asked))
-        costs = of_whole_microbatches(by_formula)
-        if not offloads(self.args):
-            return costs
-        note("measuring what can go to the host")
-        return with_host_link(costs, self.device, self.links)
-
-    def _split_weights(self) -> None:
-        """Split weight gradients where layers can delay them. Raises `EppError`, on every rank, if no layer can."""
-        total = 0
-        for number, stage in self.stages.items():
-            num_split, obstacles = stage.split_weights()
-            total += num_split
-            if obstacles:
-                logger.warning(
-                    "stage %d computes weight gradients of %d layers with their backward: %s",
-                    number,
-                    len(obstacles),
-                    obstacles[0],
-                )
-        if not any(self.links.control.from_each(total)):
-            text, remedy = "no layer of this model can delay its weight gradient", Remedy("drop", "split_weight")
-            raise EppError(text, remedy).with_context(names=self.names)
+        return self.measured(of_whole_microbatches(by_formula))
 
     def _make(self, agreed: AgreedShapes, forward_only: bool) -> tuple[PackedPlan, tuple[int, ...]]:
-        assert self.costs is not None  # since `settle`
         assert self._process is not None  # this rank plans
         problem: Problem = replace(self.problem, forward_only=forward_only)
-        asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self._options
+        asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self.options
         in_order = self.args.epp_order == GIVEN
         as_given = "plan_in_order_as_given" if in_order else _AS_GIVEN
         if not self.learning.is_done:
@@ -291,30 +267,30 @@ class MicrobatchRun(Run):
         held = {self.placement.stages(rank)[0]: size for rank, size in enumerate(agreed.num_bytes)}
         return with_static(costs, lambda stage, static: replace(static, microbatches=held.get(stage, 0)))
 
-    def _learn(self, plan: Plan | None, report: IterationReport) -> None:
-        """Learn costs from a training iteration, or compare it with its plan; in some, a collective call of all ranks."""
-        if self.learning.is_done:
-            if plan is not None and self.watch is not None:
-                self.watch.after(plan, report.recorder)
-            return
-        measured: dict[str, Any] = {}
-        if self.learning.is_recording and plan is not None:
-            measured = {
-                "kept_bytes": {
-                    (op, number, chunk): size
-                    for number, stage in self.stages.items()
-                    for op, sizes in ((Op.F, stage.kept_bytes), (Op.W, stage.weight_bytes))
-                    for chunk, size in sizes.items()
-                },
-                "peak_bytes": torch.cuda.max_memory_allocated() if self._on_gpu else 0,
-                "offloadable_share": report.tracker.offloadable_share,
-            }
-        elif self._on_gpu:  # kernels are chosen in the first iteration, which may have had a higher peak
-            torch.cuda.reset_peak_memory_stats()
-        if self.learning.after(plan, report.recorder, **measured) is not None:
-            self._plans.clear()  # they were made with costs by formula
+    def _after(self, plan: Plan | None, report: IterationReport) -> None:
+        """Let features follow a training iteration; in some, a collective call of all ranks."""
+        if self._on_gpu and not self.learning.is_done and (plan is None or not self.learning.is_recording):
+            torch.cuda.reset_peak_memory_stats()  # kernels are chosen in the first iteration, which may have had a higher peak
+        for feature in self.features:
+            feature.after(plan, report.recorder, self._measured_bytes)
 
-    def _with_static(self, learnt: PipelineCosts) -> PipelineCosts:
+    def _measured_bytes(self) -> dict[str, Any]:
+        return {
+            "kept_bytes": {
+                (op, number, chunk): size
+                for number, stage in self.stages.items()
+                for op, sizes in ((Op.F, stage.kept_bytes), (Op.W, stage.weight_bytes))
+                for chunk, size in sizes.items()
+            },
+            "peak_bytes": torch.cuda.max_memory_allocated() if self._on_gpu else 0,
+            "offloadable_share": self.figures.get("offloadable_share"),
+        }
+
+    def plan_by(self, costs: PipelineCosts) -> None:
+        super().plan_by(costs)
+        self._plans.clear()
+
+    def completed(self, learnt: PipelineCosts) -> PipelineCosts:
         """Return learnt costs with the bytes of a GPU that the recorded iterations took besides what their plans counted.
 
         Those that are held only while a pass runs are counted by its tokens: later microbatches may be longer.
@@ -322,7 +298,7 @@ class MicrobatchRun(Run):
         if not self._on_gpu:
             return learnt
         learnt = made_by_first(partial(self._ask, "with_device_memory", learnt))
-        peaks, counted = gathered(self.learning.learner.learnt.peak_bytes, self.links, max), self._planned_peaks(learnt)
+        peaks, counted = gathered(self.learning.peak_bytes, self.links, max), self._planned_peaks(learnt)
         first = {self.placement.stages(rank)[0]: max(0, peak - counted[rank]) for rank, peak in enumerate(peaks)}
         replicas = from_each_of_job(first)
         held = {stage: max(each[stage] for each in replicas) for stage in first}
@@ -333,7 +309,7 @@ class MicrobatchRun(Run):
         if self._measured is None:
             return (0,) * self.problem.num_ranks
         counted = self._with_microbatches(with_static(learnt, lambda *_: Static()), self._measured)
-        asked = _lengths_of(self._measured.shapes), self.problem, counted, self._options
+        asked = _lengths_of(self._measured.shapes), self.problem, counted, self.options
 
         def peaks() -> Sequence[int]:
             assert self._process is not None  # this rank plans

@@ -84,7 +84,7 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return learnt costs, and loaded ones while some are learnt, for a checkpoint: for JSON, and equal on all ranks."""
-        learnt = [run.saved_costs for run in self._runs if run.saved_costs is not None]
+        learnt = [run.learning.saved for run in self._runs if run.learning.saved is not None]
         is_complete = bool(learnt) and len(learnt) == len(self._runs)
         return to_state(learnt if is_complete else [*learnt, *(costs for costs in self._loaded if costs not in learnt)])
 

@@ -22,10 +22,8 @@ from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, run_again
 from megatron_epp.mcore.model.replaced import marked, problems, put
 from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts, own_device
-from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
 
@@ -50,17 +48,10 @@ class MicrobatchStage:
             put(layer, "forward", partial(self._run_layer, number, layer.forward))
         self._replaced = marked(model)
         self._shards, self._device = shards, own_device()
-        self.weights: WeightGradients | None = None
-        """Delayed weight gradients; None if they are not split."""
+        self.weights: Any = getattr(unwrap_model(model), "weight_gradients", None)
+        """As those of `MegatronStage`."""
         self.before_last_gradient: Callable[[], None] = _nothing
         self.reduce_gradients: Callable[[], None] = _nothing
-
-    def split_weights(self) -> tuple[int, list[str]]:
-        """Split the weight gradients of layers that can delay them; return their number, and the others with the reasons."""
-        chunk: Any = unwrap_model(self.model)
-        split = split_where_possible(chunk)
-        self.weights = chunk.weight_gradients
-        return split
 
     @property
     def recompute_obstacle(self) -> str:
@@ -141,19 +132,14 @@ class MicrobatchStage:
             self._check(index, output)
         return output
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Run the backward of a microbatch; with `keep_weights`, without the weight gradients of layers that can delay them."""
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
             grad = grad.view(self._shape(self._order[context.chunk]))
         before = self._tracker.kept_bytes()
-        with nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights):
+        with nullcontext() if self.weights is None else self.weights.backward_of(context.chunk):
             backward_step(output, grad, self.config)
-        if keep_weights:
+        if self.weights is not None and context.chunk in self.weights.kept:
             self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + self._tracker.kept_bytes() - before
-
-    def weight(self, chunk: int) -> None:
-        assert self.weights is not None  # it kept them
-        self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
         """Free the storage of an output that has been sent, which autograd does not need."""

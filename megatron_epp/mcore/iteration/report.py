@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost import balance as spread
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import loggers
@@ -27,7 +27,7 @@ from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.plan_figures import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.plan.problem import imbalance
 from megatron_epp.runtime.links.objects import gathered_by
-from megatron_epp.runtime.out_of_memory import device_peak, device_retries
+from megatron_epp.runtime.memory_use import device_peak, device_retries
 from megatron_epp.runtime.recorder import Recorder, elapsed_us, mark
 
 _BATCHES = 10
@@ -87,21 +87,21 @@ class IterationReport:
         due = args.epp_schedule == "elastic" and loggers.is_due(args, run.iteration)
         collects = (args.epp_report_dir is not None or due) and not forward_only
         start = mark() if collects else None
-        recorder = Recorder(enabled=collects or (run.watch is not None and not forward_only))  # the watch needs times, too
+        recorder = Recorder(enabled=collects or (not forward_only and any(feature.reads_times for feature in run.features)))
         return IterationReport(run, batch, run.iteration, collects, start, recorder)
 
     def counts_documents(self, uploaded: torch.Tensor, forward_only: bool) -> None:
-        """Count what stages of documents keep besides inputs, if memory is measured or the plan has copies to the host."""
+        """Count what stages of documents keep besides inputs, if memory is measured or a feature needs it."""
         run, plan = self.run, self.batch.plan
-        if forward_only or not (run.args.epp_measure_memory or any(() if plan is None else plan.copies)):
+        if forward_only:
             return
         stages = run.stages.values()
 
         def other_bytes() -> int:
             return sum(stage.kv_cache.num_bytes for stage in stages) + sum(feature.num_bytes for feature in run.features)
 
-        parameters = chain.from_iterable(stage.parameters for stage in stages)
-        self.tracker = SavedTensorTracker([*parameters, uploaded], run.host, counts=True, other_bytes=other_bytes)
+        parameters = [*chain.from_iterable(stage.parameters for stage in stages), uploaded]
+        self.tracker = SavedTensorTracker(run.counting(plan, parameters, run.args.epp_measure_memory, other_bytes))
 
     def log_previous_and_begin(self, loss: torch.Tensor | None) -> None:
         """Log the iteration before, whose report has been made meanwhile, and have a thread begin this iteration's report.
@@ -118,10 +118,10 @@ class IterationReport:
                     "peak": self.tracker.peak_bytes,
                     "device_peak": device_peak(),
                     "retries": device_retries(),
-                    "host_peak": 0 if run.host is None else run.host.held_peak_bytes,
                     "plan_wait_us": run.plan_wait_us,
-                }
-                reports.begin(partial(self.report, figures, mark(), loss, run.costs))
+                } | run.figures
+                costs = None if self.batch.plan is None else run.costs
+                reports.begin(partial(self.report, figures, mark(), loss, costs))
             if self.iteration >= run.args.train_iters:
                 reports.complete()
                 if run.totals.iterations:
@@ -187,7 +187,7 @@ class IterationReport:
             return line
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in ranks)}
         line |= {"replicas": self.run.replicas, "imbalance": imbalance([figures.planned_us for figures in replicas])}
-        line |= {"host_peak_bytes": [entry["host_peak"] for entry in ranks]}
+        line |= {"host_peak_bytes": [entry.get("host_peak", 0) for entry in ranks]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in ranks]}
 
     def _log(self, line: dict[str, Any], hint: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from megatron_epp.mcore.iteration.reduction import Reduction, gather_parameters
 from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.plan import Op, Plan
 from megatron_epp.runtime.context import Program
-from megatron_epp.runtime.executor import Executor, Handler
-from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
+from megatron_epp.runtime.executor import HANDLERS, Executor, Handler
 
 BeginStage = Callable[[Any, Callable[[], None], Callable[[], None]], None]
 """Gives a stage its inputs, and what it calls before its last gradient and when its gradients are complete."""
@@ -37,27 +37,30 @@ def run_plan(
     """
     if not plan.forward_only:
         run.check_trained()
-    out_of_memory = OutOfMemoryReport(report.tracker.usage, run.args.epp_recompute != "auto", run.makes_chunks, run.names)
+
+    def out_of_memory(*failed: Any) -> str:  # with a text that only a run which fails imports
+        asked = report.tracker.usage, run.args.epp_recompute != "auto", run.makes_chunks, run.names
+        text: str = resolve_name("megatron_epp.runtime.out_of_memory:OutOfMemoryReport")(*asked).text(*failed)
+        return text
+
     # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters, then
     # what features launch before and behind it.
     with reduction, report.tracker.context, torch.set_grad_enabled(not plan.forward_only), ExitStack() as around:
         if not plan.forward_only:
             gather_parameters(get_model_config(models[0]), models)
-        handlers = dict[Op, Handler]()
+        handlers: Mapping[Op, Handler] = HANDLERS
         for feature in run.features:
-            handlers |= around.enter_context(feature.running(plan, inputs, reduction))
+            handlers = {**handlers, **around.enter_context(feature.running(plan, inputs, reduction, handlers))}
         for index, stage in enumerate(run.stages.values()):
             begin(stage, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
         Executor(
             plan,
             run.rank,
             run.stages,
+            program,
             run.links,
             recorder=report.recorder,
             watchdog=run.watchdog,
-            offload=report.tracker.offload,
             out_of_memory=out_of_memory,
-            host=run.host,
             handlers=handlers,
-            program=program,
         ).run()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import refuse
@@ -23,6 +22,7 @@ from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.reading import nearest
 from megatron_epp.runtime.links.objects import from_each_of_job
 

@@ -20,15 +20,14 @@ from megatron.core.utils import unwrap_model
 from megatron_epp.features import Asked, targets
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
-from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse, splits_weights
+from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import half_layers, model_chunks
 from megatron_epp.mcore.model.core_attention import RelayAttention, relay_of
-from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.mcore.model.kinds import adopt_layers, mixes_tokens
 from megatron_epp.mcore.model.language_model import language_model_of
-from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.placement import Placement
@@ -95,8 +94,7 @@ def number_attentions(model: torch.nn.Module) -> None:
     names: dict[RelayAttention, str] = {}
     repeated = (block for block in model.modules() if getattr(block, "mtp_use_repeated_layer", False))
     shared = [relay for block in repeated for part in block.modules() if (relay := relay_of(part))]  # the chunk's last
-    adopted = {kind for row in KINDS for kind in row.modules()}
-    inside = {part for module in model.modules() if type(module) in adopted for part in module.modules()}
+    inside = {part for module in model.modules() if mixes_tokens(module) for part in module.modules()}
     for name, module in model.named_modules(remove_duplicate=False):  # so that an attention in two layers is seen twice
         if (relay := relay_of(module)) is not None:
             if relay in names:
@@ -126,14 +124,11 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
 def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     number_attentions(model)
-    for kind in KINDS:
-        kind.adopt(model, args)
+    adopt_layers(model, args)
     for adopt in targets(Asked(args), "adopt"):
         adopt(model, args, vp_stage)
     if args.epp_placement == "v" and not shards_vocabulary(args):
         model_chunks.tie(model, args)
-    if splits_weights(args):
-        split_weight_gradients(model)
     model.has_relay = True
 
 

@@ -17,16 +17,14 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_epp.losses import Average
-from megatron_epp.mcore.arguments.refusals import RULES, splits_weights
+from megatron_epp.mcore.arguments.refusals import RULES
 from megatron_epp.mcore.arguments.rule import Door, problems_of
 from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions
 from megatron_epp.mcore.model.core_attention import RELAY, ChunkParams, RelayAttention, is_causal
-from megatron_epp.mcore.model.kinds import KINDS
-from megatron_epp.mcore.model.kinds.experts import router_problems
+from megatron_epp.mcore.model.kinds import adopt_layers, mixes_tokens, of_experts
 from megatron_epp.mcore.model.language_model import language_model_of, outputs_of
 from megatron_epp.mcore.model.replaced import HOOKS, assigned, put
-from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.mcore.patches.stock_functions import is_installed
 
 _ATTENTION = "core_attention"
@@ -56,7 +54,7 @@ def refusal(model: torch.nn.Module, average: Average) -> str:
     """Return what of a model chunk plans cannot run with a loss of this average; empty if `adopt_built` can let them."""
     inside = language_model_of(model)
     obstacle = "" if getattr(inside, "has_relay", False) else _refusal(inside)
-    obstacle = obstacle or next(router_problems(get_model_config(inside), Door.SLICED_MODEL, average), "")
+    obstacle = obstacle or next(of_experts("router_problems", get_model_config(inside), Door.SLICED_MODEL, average), "")
     return obstacle and f"samples cannot be cut for this {type(unwrap_model(model)).__name__}: {obstacle}"
 
 
@@ -71,10 +69,7 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
             vars(attention)[RELAY] = relay = _relay_in(attention, module)  # no submodule: names in checkpoints stay
             put(attention, "forward", functools.partial(_attend, relay, attention.forward), HOOKS, wraps=False)
     number_attentions(bare)
-    for kind in KINDS:
-        kind.adopt(bare, args)
-    if splits_weights(args):
-        split_where_possible(bare)
+    adopt_layers(bare, args)
     bare.has_relay = True
 
 
@@ -96,10 +91,9 @@ def _refusal(model: Any) -> str:
         return "its output layer gathers logits: build it with parallel_output=True"
     if layer is not None and type(layer) not in multiplying_output_layers() and outputs_of(layer) != 1:
         return f"its output layer is a {type(layer).__name__}"
-    replaced = {kind for row in KINDS for kind in row.modules()}
     for name, module in model.named_modules():
         is_core = name.rpartition(".")[2] == _ATTENTION
-        if (is_core or type(module) in replaced) and assigned(module, ("forward",)):
+        if (is_core or mixes_tokens(module)) and assigned(module, ("forward",)):
             return f"{name} has a forward that is not Megatron's"
         if hasattr(module, _ATTENTION) and not is_causal(mask := getattr(module, "attn_mask_type", None)):
             return f"{name} attends by {mask}, and slices to earlier tokens of their sequence alone"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import mpu
+from megatron.core.tensor_parallel.layers import prepare_input_tensors_for_wgrad_compute
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -23,14 +24,14 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.cost.output_layer import AUTO, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.replaced import BEFORE, HOOKS, attached
 from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
-from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.plan import EppError
 from megatron_epp.plan.errors import as_setting
+from megatron_epp.plan.flags import AUTO
+from megatron_epp.plan.sizing import loss_block_tokens, loss_workspace_bytes
 from megatron_epp.runtime.loss.kernels import LossCase, explain
 from megatron_epp.runtime.loss.token_blocks import Head, block_losses, block_values
 
@@ -263,6 +264,28 @@ def shard_logits(model: torch.nn.Module) -> None:
             "loss of its own"
         )
     layer.gather_output = False
+
+
+def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
+    """Compute a weight's gradient, ``[out, in]``, as Megatron does, from ``[tokens, 1, in]`` and ``[tokens, 1, out]``.
+
+    Args:
+        gather_over: with sequence parallelism the tensor-parallel group, whose ranks each hold a part of the tokens of `x`.
+        accumulate: add it to the weight's `main_grad` with the fused kernel of `--gradient-accumulation-fusion`, and return a
+            placeholder, as elsewhere in Megatron.
+    """
+    if gather_over is not None:  # again, as in Megatron: between forward and W only this rank's part is kept
+        x = gather_from_sequence_parallel_region(x, group=gather_over)
+    grad, x = prepare_input_tensors_for_wgrad_compute(grad, x)
+    if not accumulate:
+        return grad.t().matmul(x)
+    import fused_weight_gradient_mlp_cuda as kernels  # type: ignore[import-not-found,unused-ignore]
+
+    in_fp32 = weight.main_grad.dtype == torch.float32
+    (kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16)(x, grad, weight.main_grad)
+    # The hook of data parallelism then adds no gradient, but for a weight that two layers share, where it adds these zeros.
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight, dtype=x.dtype) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def _rows(gather_over: Any, x: Tensor) -> Tensor:

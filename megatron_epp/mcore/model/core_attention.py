@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ class RelayAttention(torch.nn.Module):
         self.tp_group = getattr(pg_collection, "tp", None) or mpu.get_tensor_model_parallel_group()
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] if has_window and config.window_size[0] >= 0 else None
+        if self.window is not None:
+            self.attend = resolve_name("megatron_epp.runtime.attention.windows:window_attention")
         if softmax_offset is None and config.softmax_type != "vanilla":
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             heads = config.num_attention_heads // self.tp_group.size()
@@ -140,7 +143,8 @@ class RelayAttention(torch.nn.Module):
         query, key, value = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
         options = context, number, self.scale, self.context_parallel, self.preference
-        # Latents know neither: such a model is refused (`kinds.kind`).
-        more = {} if self.window is None and not self.has_sinks else {"sinks": self.softmax_offset, "window": self.window}
+        # Latents know neither: such a model is refused (`kinds.flag_problems`).
+        more = {"sinks": self.softmax_offset} if self.has_sinks else {}
+        more |= {} if self.window is None else {"window": self.window}
         out = self.attend(query, (key, value), *options, **more)
         return out.reshape(out.shape[0], 1, -1)

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_epp.mcore.arguments.fp8 import recipe
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.replaced import attached, put
-from megatron_epp.mcore.patches.routers import keep_chunk
+from megatron_epp.mcore.patches.running_chunk import keep_chunk
 from megatron_epp.plan import EppError
 from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJECTIONS
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded, ReceiveLeaf

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_epp.data.routes import Routing
 from megatron_epp.mcore import features
 from megatron_epp.mcore.arguments.rule import Door
-from megatron_epp.mcore.model.kinds.experts import EXPERTS
+from megatron_epp.mcore.model.kinds import EXPERTS
 from megatron_epp.plan import EppError
 from megatron_epp.plan.layer_flags import by_layer, pattern_of
 
@@ -83,5 +83,5 @@ def routing_by_flags(args: argparse.Namespace) -> Routing | None:
     if not args.num_experts:
         return None
     pattern = pattern_of(vars(args))
-    routed = [symbol == EXPERTS.symbol for symbol in pattern] or by_layer(args.moe_layer_freq or 1, args.num_layers)
+    routed = [symbol == EXPERTS for symbol in pattern] or by_layer(args.moe_layer_freq or 1, args.num_layers)
     return routing_of(args, (layer for layer, has_experts in enumerate(routed) if has_experts), Door.DOCUMENTS)

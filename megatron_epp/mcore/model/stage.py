@@ -25,18 +25,16 @@ from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
 from megatron_epp.mcore.model.replaced import mark, marked, problems
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
-from megatron_epp.mcore.patches.routers import chunk_of, need_routing
-from megatron_epp.plan import EppError, Remedy
+from megatron_epp.plan import EppError
 from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
 if TYPE_CHECKING:
     from megatron_epp.mcore.model.own_inputs import OwnInputs
 
 
-_ROUTES = "megatron_epp.mcore.model.replayed_routes"
+_ROUTES, _ROUTERS = "megatron_epp.mcore.model.replayed_routes", "megatron_epp.mcore.patches.routers"
 CASTS = "_fp8_workspaces"
 """Attribute of Transformer Engine's layers, a dictionary, in which they keep the casts of their weights (2.0 to 2.20)."""
 
@@ -149,14 +147,17 @@ class MegatronStage:
         self.kv_cache = SlicedKVCache(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
-        self.weights: WeightGradients | None = getattr(self.language_model, "weight_gradients", None)
+        self.weights: Any = getattr(self.language_model, "weight_gradients", None)
+        """Weight gradients that backwards leave to other actions (`features.split_weights`); None if they are not split."""
         self._inputs: Callable[[int], ChunkInputs] | None = None
         self.before_last_gradient: Callable[[], None] = lambda: None
         self.reduce_gradients: Callable[[], None] = lambda: None
         self.cut_layers: StageLayers | None = getattr(self.language_model, "cut_layers", None)
         self.routed_layers: tuple[int, ...] = ()
+        self._routed_chunk: Callable[..., AbstractContextManager[None]] = _plain_chunk
         if getattr(config, "num_moe_experts", None) is not None:
             self.routed_layers = resolve_name(f"{_ROUTES}:routed_layers")(self.decoder)
+            self._routed_chunk = resolve_name(f"{_ROUTERS}:chunk_of")
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
@@ -171,8 +172,8 @@ class MegatronStage:
         while self._called is not model and outside is not self.language_model:  # what is around it never runs
             mark(outside, ())
             outside = inside_of(outside)
-        if self.token_multiple > 1:
-            need_routing(model)
+        if self.token_multiple > 1 and self._routed_chunk is not _plain_chunk:
+            resolve_name(f"{_ROUTERS}:need_routing")(model)
         if self.depths:
             resolve_name("megatron_epp.mcore.model.predictions:need_embedding")(model)
         self._replaced = marked(model)
@@ -251,7 +252,7 @@ class MegatronStage:
         routes = None
         if inputs.routes is not None:
             routes = resolve_name(f"{_ROUTES}:ChunkRoutes")({layer: inputs.routes[layer] for layer in self.routed_layers})
-        of_chunk = chunk_of(context.table, self.config, routes)
+        of_chunk = self._routed_chunk(context.table, self.config, routes)
         ahead = None
         if inputs.ahead is not None:
             from megatron_epp.mcore.model.predictions import ChunkPredictions
@@ -282,13 +283,11 @@ class MegatronStage:
         scale = self.config.grad_scale_func
         return output if scale is None else scale(output), None
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Run a chunk's backward, given ``[tokens / shards, 1, hidden]``. Raises `EppError` to keep unsplit weights."""
-        if keep_weights and self.weights is None:
-            raise EppError("the plan splits weight gradients and the model does not", Remedy("add", "split_weight"))
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
+        """Run a chunk's backward, given ``[tokens / shards, 1, hidden]``."""
         if grad is None:
             output, grad = self.start_of_backward(context, output)
-        weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights)
+        weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk)
         with timed(self.config.timers, "backward-compute"), weights:
             # `release_output` has dropped its storage, and torch compares the shapes of output and gradient; Megatron's
             # function calls the engine without that.
@@ -296,11 +295,6 @@ class MegatronStage:
                 custom_backward(output, grad)
             else:
                 torch.autograd.backward(output, grad)
-
-    def weight(self, chunk: int) -> None:
-        assert self.weights is not None  # it kept them
-        with timed(self.config.timers, "backward-compute"):
-            self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
@@ -352,6 +346,11 @@ class MegatronStage:
         if self.config.enable_autocast:
             return torch.autocast("cuda", dtype=self.config.autocast_dtype)
         return torch.autocast("cpu", enabled=False)
+
+
+def _plain_chunk(*_: Any) -> AbstractContextManager[None]:
+    """Return the context of a chunk in a model without routers."""
+    return nullcontext()
 
 
 def own_device() -> torch.device:

@@ -1,9 +1,7 @@
-"""Patches that a machine or an installation needs, with or without `--epp`, and with or without a GPU.
+"""Patches for machines without NVIDIA Apex or Transformer Engine, with or without `--epp`, and with or without a GPU.
 
-Without NVIDIA Apex or Transformer Engine, torch's counterparts take the place of the kernels that only these provide.
-Transformer Engine's layers fuse weight gradients by themselves; without Apex only Megatron's own layers do not. Megatron's
-compiled dataset helpers are used where they exist instead of being compiled at every start. Processes that a rank starts, such
-as Megatron's checkpoint writers, end with it.
+Torch's counterparts take the place of the kernels that only these provide. Transformer Engine's layers fuse weight gradients by
+themselves; without Apex only Megatron's own layers do not.
 """
 
 import copy
@@ -11,17 +9,12 @@ import functools
 import importlib.util
 import logging
 import os
-import sys
-import sysconfig
 from argparse import Namespace
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_epp.launch.lifetime import run_until_parent_ends
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 
 logger = logging.getLogger(__name__)
@@ -37,13 +30,11 @@ _KERNELS = (
 that needs it, and the value without it."""
 _OWN_LAYERS = ("ColumnParallelLinear", "RowParallelLinear")
 """Megatron's own linear layers, such as the output layer, which add weight gradients with Apex only."""
-_HELPERS = "megatron.core.datasets.helpers_cpp"
-"""Megatron's compiled dataset helpers."""
 
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """Return the patches that this environment needs; none if everything is installed."""
+    """Return the patches that this installation needs."""
     needed = []
     if _missing():
         # Their defaults ask for kernels: attention or a layer would fail at an import or an assertion in its first run.
@@ -55,10 +46,6 @@ def patches() -> tuple[Patch, ...]:
     if importlib.util.find_spec("apex") is None:
         # It asserts that there is neither sequence parallelism nor a persistent kernel, which is Megatron's default.
         needed.append(wrapping("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _with_sequence_parallelism))
-    if _has_dataset_helpers():
-        # It runs `make`, and ends the process where that fails.
-        target = "megatron.core.datasets.utils:compile_helpers"
-        needed.append(Patch(target, lambda: None, "the compiled helpers are there already"))
     if not any(importlib.util.find_spec(package) for package in ("apex", "transformer_engine")):
         # Megatron has one step for all parameters, and torch's Adam one for each. Without these no checkpoint is loaded (there
         # is no step to read yet, or its format has none), or Adam counts a step for every parameter that shares the tensor.
@@ -110,11 +97,6 @@ def _is_of_engine(args: Namespace) -> bool:
     return is_used and not is_deferred and importlib.util.find_spec("transformer_engine") is not None
 
 
-def fuses_own_gradients(config: Any) -> bool:
-    """Return True if weight gradients of layers that are not Transformer Engine's are added with Apex's kernel."""
-    return getattr(config, _FUSION, False) and importlib.util.find_spec(_FUSED) is not None
-
-
 def _without_fusion(original: Callable[..., Any], self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
     """Make one of Megatron's own layers for a config that asks for fused weight gradients, without them."""
     if not getattr(config, _FUSION, False):
@@ -161,36 +143,3 @@ def _with_own_steps(original: Callable[..., Any], self: Any, state_dict: dict[st
 def _leaving_the_step(original: Callable[..., Any], self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
     """Leave the step as `load_state_dict` has set it: some checkpoint formats bring none here, and others a zero."""
     original(self, model_param, {**tensors, "step": None})
-
-
-def _has_dataset_helpers() -> bool:
-    """True if Megatron's dataset helpers are compiled already. If only another Megatron on the path has them, load those.
-
-    The wheel ships them without a Makefile. A fresh clone has a Makefile that needs pybind11 and a compiler; where a wheel is
-    installed as well, its helpers serve the clone.
-    """
-    from megatron.core.datasets import utils
-
-    if importlib.util.find_spec(_HELPERS) is not None:
-        return not (Path(utils.__file__).parent / "Makefile").exists()
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    for folder in sys.path:
-        for path in Path(folder, "megatron/core/datasets").glob(f"helpers_cpp{suffix}"):
-            spec = importlib.util.spec_from_file_location(_HELPERS, path)
-            if spec is not None and spec.loader is not None:
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-                sys.modules[_HELPERS] = module
-                return True
-    return False
-
-
-def _start_ending(original: Callable[[BaseProcess], None], self: BaseProcess) -> None:
-    """Let processes of checkpoint writers and data loaders end with the rank that started them, even if it is killed."""
-    if (target := getattr(self, "_target", None)) is not None:
-        self._target = functools.partial(run_until_parent_ends, target)  # type: ignore[attr-defined]
-    original(self)
-
-
-# `multiprocessing` ends them only where the rank exits by itself; those of one that is killed would stay.
-STARTED_PROCESSES = wrapping("multiprocessing.process:BaseProcess.start", _start_ending)

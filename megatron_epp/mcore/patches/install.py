@@ -13,8 +13,9 @@ from typing import Any
 from megatron_epp.launch.script_flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches, takes
-from megatron_epp.mcore.patches import patching, routers, stock_functions
+from megatron_epp.mcore.patches import stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
+from megatron_epp.mcore.patches.running_chunk import in_chunk, keep_chunk
 from megatron_epp.plan.errors import NothingLeftError
 
 logger = logging.getLogger(__name__)
@@ -25,11 +26,6 @@ _WARM_UP_TOKENS = 2048
 Megatron warms them up on tensors of --seq-length tokens. With a million tokens and an MLP of 14,336 in bf16, these take 28 GiB
 each before there is a model, and no chunk is that long. The number itself was not measured.
 """
-
-
-def apply(*, allow_unknown: bool = False) -> None:
-    """Patch Megatron so that `--epp` works; without that flag its behaviour does not change. Idempotent."""
-    patching.apply(patches(), allow_unknown=allow_unknown, level=logging.DEBUG)
 
 
 def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
@@ -154,7 +150,7 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
     """Build iterators over documents instead of Megatron's datasets if --epp is given."""
     if document_args() is None:  # without it not even the imports may matter
         return original(provider, *rest, **named)
-    from megatron_epp.mcore.iteration.document_schedule import provide_documents
+    from megatron_epp.mcore.start.sliced_start import provide_documents
 
     stock_functions.require_stock({stock_functions.PROVIDER: provider})
     chunk = getattr(provider, "keywords", {}).get("vp_stage")  # Megatron asks once for each of a rank's model chunks
@@ -175,7 +171,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
         return
     args.epp_open_placements = []
     _settle_choices(args)
-    from megatron_epp.mcore.iteration.sliced_run import prepare
+    from megatron_epp.mcore.start.sliced_start import prepare
 
     prepare(args)
     context = args.seq_length
@@ -321,7 +317,7 @@ _AHEAD = "megatron.core.transformer.multi_token_prediction"
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """Return the patches for the installed release, in the order in which they are applied."""
+    """Return the patches by which `--epp` works, in the order in which they are applied; without it nothing changes."""
     return (
         # `parse_args` makes its parser by it in all releases, so a script needs no `extra_args_provider` of ours.
         wrapping("megatron.training.arguments:add_megatron_arguments", _add_flags),
@@ -363,16 +359,26 @@ def patches() -> tuple[Patch, ...]:
         wrapping(f"{_SCHEDULES}:forward_backward_pipelining_with_interleaving", _run_schedule),
         wrapping(f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving", _run_schedule),
         # It calls its function again in the backward, after the forward has left the context of the chunk.
-        wrapping("megatron.core.tensor_parallel.random:checkpoint", routers.keep_chunk),
+        wrapping("megatron.core.tensor_parallel.random:checkpoint", keep_chunk),
         # Each of them adds up or counts over tokens in its own way, and only some of them take a mask of padding.
-        wrapping(f"{_ROUTER}.routing", routers.route),
-        wrapping(f"{_ROUTER}.apply_z_loss", routers.apply_z_loss),
-        wrapping(f"{_ROUTER}._apply_expert_bias", routers.count_for_bias),
-        wrapping(f"{_ROUTER}.sinkhorn_load_balancing", routers.balance),
+        in_chunk(f"{_ROUTER}.routing", "route", "tell a router which tokens of a chunk are padding, and of which layer it is"),
+        in_chunk(f"{_ROUTER}.apply_z_loss", "apply_z_loss", "add up a router's z loss over the chunk's tokens without padding"),
+        in_chunk(f"{_ROUTER}._apply_expert_bias", "count_for_bias", "count tokens per expert without padding"),
+        in_chunk(f"{_ROUTER}.sinkhorn_load_balancing", "balance", "balance tokens over experts (Sinkhorn) without padding"),
         # It has the scores, and gets an object that may choose experts by them.
-        wrapping(f"{_ROUTING}:topk_routing_with_score_function", routers.replay),
-        wrapping(f"{_ROUTING}:apply_router_token_dropping", routers.drop_tokens),
-        wrapping(f"{_ROUTING}:get_tokens_per_expert_and_token_count", routers.count_tokens),
+        in_chunk(
+            f"{_ROUTING}:topk_routing_with_score_function", "replay", "have a router take the experts that a chunk brings along"
+        ),
+        in_chunk(
+            f"{_ROUTING}:apply_router_token_dropping",
+            "drop_tokens",
+            "give experts a capacity for tokens without padding, which goes to none of them",
+        ),
+        in_chunk(
+            f"{_ROUTING}:get_tokens_per_expert_and_token_count",
+            "count_tokens",
+            "weight a router's loss by the number of the chunk's tokens without padding",
+        ),
         # They roll tokens and labels within what they get, which under a plan is a chunk.
         wrapping(f"{_AHEAD}:MultiTokenPredictionLayer._get_embeddings", _embed_ahead),
         wrapping(f"{_AHEAD}:process_mtp_loss", _add_prediction_losses),

@@ -11,8 +11,6 @@ in a recomputed forward again.
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.mcore import features
+from megatron_epp.mcore.patches.running_chunk import chunk, running
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 if TYPE_CHECKING:
@@ -49,32 +48,10 @@ class RealTokens:
         return RealTokens(table.num_real, min(max(table.num_real - index * rows, 0), rows), rows)
 
 
-class _Running(threading.local):
-    """Chunk that a thread runs: the two actions of a step run in a thread each."""
-
-    real: RealTokens | None = None
-    routes: ChunkRoutes | None = None
-    layer: int = -1
-
-
-_running = _Running()
-
-
-@contextmanager
-def chunk(real: RealTokens | None, routes: ChunkRoutes | None = None) -> Iterator[None]:
-    """Return a context in which routers see a chunk, and replay its routes; None for Megatron's own behaviour."""
-    before = _running.real, _running.routes
-    _running.real, _running.routes = real, routes
-    try:
-        yield
-    finally:
-        _running.real, _running.routes = before
-
-
 @contextmanager
 def chunk_of(table: SegmentTable, config: Any, routes: ChunkRoutes | None = None) -> Iterator[None]:
     """Return a context in which a model with this `TransformerConfig` runs the chunk of a table, and replays its routes."""
-    with chunk(None if config.num_moe_experts is None else RealTokens.of(table, config), routes):
+    with chunk(RealTokens.of(table, config), routes):
         yield
     if routes is not None:
         routes.check()
@@ -95,29 +72,20 @@ def need_routing(model: torch.nn.Module) -> None:
             mark(router, ALL, **{name: vars(TopKRouter)[name] for name in _METHODS})
 
 
-# ---- replacements of Megatron's functions ----------------------------------------------------------------------------
+# ---- in the place of Megatron's functions, while a chunk runs ----------------------------------------------------------
 
 
-def keep_chunk(original: Callable[..., Any], function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Make a recomputed forward see the chunk of its first run."""
-    real, routes = _running.real, _running.routes
-    if real is None:
-        return original(function, *rest, **named)
-
-    @functools.wraps(function)
-    def of_chunk(*args: Any) -> Any:
-        with chunk(real, routes):
-            return function(*args)
-
-    return original(of_chunk, *rest, **named)
+def _real() -> RealTokens:
+    real: RealTokens = running.real
+    return real
 
 
 def route(original: Callable[..., Any], router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
     """Tell a router which tokens of a chunk are padding, and remember the layer of which it is."""
-    real = _running.real
-    if _running.routes is not None:
-        _running.layer = -1 if router.is_mtp_layer else router.layer_number - 1
-    if real is not None and real.total < real.rows * router.tp_cp_group.size():
+    real = _real()
+    if running.routes is not None:
+        running.layer = -1 if router.is_mtp_layer else router.layer_number - 1
+    if real.total < real.rows * router.tp_cp_group.size():
         # On all ranks of the chunk, since their collectives depend on it.
         padding_mask = (torch.arange(real.rows, device=logits.device) >= real.on_rank).unsqueeze(1)
     return original(router, logits, padding_mask=padding_mask)
@@ -125,15 +93,14 @@ def route(original: Callable[..., Any], router: Any, logits: Tensor, padding_mas
 
 def replay(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Have a router take the experts that a chunk brings along."""
-    routes = _running.routes
-    return original(*rest, **named) if routes is None else routes.replay(_running.layer, original, *rest, **named)
+    routes = running.routes
+    return original(*rest, **named) if routes is None else routes.replay(running.layer, original, *rest, **named)
 
 
 def count_tokens(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Weight a router's loss by the number of the chunk's tokens without padding."""
-    per_expert, local, total = original(*rest, **named)
-    if (real := _running.real) is None:
-        return per_expert, local, total
+    per_expert, *_ = original(*rest, **named)
+    real = _real()
     ranks = features.bound(original, *rest, **named).arguments["reduce_group"].size()
     # Megatron multiplies the loss by the second (with per-token losses), and divides by the third.
     return per_expert, features.router_loss_tokens(real.total, ranks), real.total
@@ -145,8 +112,8 @@ def apply_z_loss(original: Callable[..., Any], router: Any, logits: Tensor, padd
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     # Under the same conditions as Megatron: without gradients, as in the first run of a recomputed layer, nothing is added.
-    real, coefficient = _running.real, router.config.moe_z_loss_coeff
-    if real is None or coefficient is None or not router.training or not torch.is_grad_enabled():
+    real, coefficient = _real(), router.config.moe_z_loss_coeff
+    if coefficient is None or not router.training or not torch.is_grad_enabled():
         return original(router, logits, padding_mask=padding_mask)
     squares = torch.logsumexp(logits, dim=-1).square()
     loss = (squares if padding_mask is None else squares.masked_fill(padding_mask, 0)).sum()
@@ -160,7 +127,7 @@ def apply_z_loss(original: Callable[..., Any], router: Any, logits: Tensor, padd
 
 def count_for_bias(original: Callable[..., Any], router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> Any:
     """Count tokens per expert without padding."""
-    if _running.real is None or padding_mask is None:
+    if padding_mask is None:
         return original(router, routing_map, padding_mask=padding_mask)
     # In 0.18 and 0.19 the original combines [tokens, experts] with [tokens], which torch does not broadcast.
     return original(router, routing_map & ~padding_mask.unsqueeze(1))
@@ -168,8 +135,8 @@ def count_for_bias(original: Callable[..., Any], router: Any, routing_map: Tenso
 
 def balance(original: Callable[..., Any], router: Any, logits: Tensor) -> Any:
     """Balance tokens over experts (Sinkhorn) without padding."""
-    real = _running.real
-    if real is None or real.on_rank in (0, real.rows):
+    real = _real()
+    if real.on_rank in (0, real.rows):
         return original(router, logits)
     # Padding by itself: it needs routes, too, but its logits must not change the balance of the tokens.
     parts = (original(router, part) for part in (logits[: real.on_rank], logits[real.on_rank :]))
@@ -179,8 +146,8 @@ def balance(original: Callable[..., Any], router: Any, logits: Tensor) -> Any:
 
 def drop_tokens(original: Callable[..., Any], probs: Tensor, routing_map: Tensor, *rest: Any, **named: Any) -> Any:
     """Give experts a capacity for tokens without padding, which goes to none of them."""
-    real = _running.real
-    if real is None or real.on_rank == real.rows:
+    real = _real()
+    if real.on_rank == real.rows:
         return original(probs, routing_map, *rest, **named)
     routes = probs[: real.on_rank], routing_map[: real.on_rank]
     if real.on_rank:

@@ -11,7 +11,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, costs_file, run_facts
 from megatron_epp.mcore.costs.stored import named
 from megatron_epp.mcore.early_planning import ask

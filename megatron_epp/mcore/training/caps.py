@@ -1,4 +1,4 @@
-"""Memory that plans may fill: on this rank's device, and in host memory.
+"""Memory that plans may fill on this rank's device.
 
 The free memory of a device after set-up varies. The optimizer's states make no difference, since they are in memory that torch
 has reserved; but a resumed run has loaded them by then, and with them kernels whose memory a first run has not allocated yet.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,25 +17,20 @@ from pathlib import Path
 import torch
 
 from megatron_epp.cost.memory import DEVICE_SHARE, KEPT_CAP_SLACK_BYTES, SETUP_MARGIN_BYTES, room_bytes
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.costs.stored import write_whole
-from megatron_epp.plan import UNLIMITED_BYTES, EppError, InfeasibleError
+from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.codec import Codec, FileFormat
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.reading import read_text
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
-from megatron_epp.runtime.offload.host import host_limit
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "epp_caps.json"
 _GIB = 1 << 30
-_HOST_SHARE = 0.8
-"""Default share of the host's memory that all ranks of a node may use together; the rest is left to the system and data. Not
-measured: how much these need depends on the machine and the data.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +109,6 @@ def cap_bytes(args: argparse.Namespace, saved_bytes: int | None = None) -> int:
     return now
 
 
-def possible_on_device(error: EppError) -> EppError:
-    """Return the error without the advice to raise the cap if that would be above the memory of this rank's device."""
-    if not isinstance(error, InfeasibleError) or not torch.cuda.is_initialized():
-        return error
-    total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return error.without_remedies("cap_bytes") if error.least_cap_bytes > total_bytes else error
-
-
 def tell_lowered(args: argparse.Namespace, caps: Sequence[int]) -> None:
     """Log that devices have less room (`caps`, bytes by rank) than wanted, as a warning if the run set the cap explicitly."""
     wanted = wanted_cap_bytes(args)
@@ -151,22 +137,3 @@ def offloads(args: argparse.Namespace) -> bool:
     entry = PLANNERS.entry(args.epp_planner)
     may_offload = entry is not None and entry.may_offload and args.epp_recompute == AUTO and args.epp_order != GIVEN
     return may_offload and (torch.cuda.is_available() or args.epp_host_memory_gb is not None)
-
-
-def host_cap_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes of host memory that this rank may use for offload."""
-    if args.epp_host_memory_gb is not None:
-        return int(args.epp_host_memory_gb * _GIB)
-    limit_bytes, source = host_limit()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    share_bytes = _HOST_SHARE * limit_bytes / ranks
-    if args.rank == 0:
-        logger.info(
-            "%s may take %.1f GiB per rank: %.0f%% of %s, for %d ranks",
-            names_of(args)["offload"],
-            share_bytes / _GIB,
-            100 * _HOST_SHARE,
-            source,
-            ranks,
-        )
-    return int(share_bytes)

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.output_layer import AUTO
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.data.iterator import samples_in, sequences_of
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.mcore.arguments import ArgumentError
@@ -46,6 +45,7 @@ from megatron_epp.mcore.model.model_chunks import settle_stages
 from megatron_epp.mcore.training.caps import offloads, wanted_cap_bytes
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.layout import Layout, even_layers, layers_text
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import by_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.first_fit import first_fit, joined, longest_first
 from megatron_epp.plan.problem import Options, Problem

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Chunk, Op
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.baselines.contest import Contest, chunk_sizes, fixed_size_chunks

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_epp.cost import Costs
 from megatron_epp.cost.blocks import LAYER, PREDICTION
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, Op, PlanError, Remedy
 from megatron_epp.plan.first_fit import pack_whole
 from megatron_epp.plan.placement import Placement

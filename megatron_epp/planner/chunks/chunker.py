@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_epp.cost import Costs, LinearTime, causal_pairs
-from megatron_epp.cost.work import IntColumn, TimeColumn, span_work
+from megatron_epp.cost.model import Costs
+from megatron_epp.cost.work import IntColumn, LinearTime, TimeColumn, causal_pairs, span_work
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.problem import Problem, Spans
 from megatron_epp.plan.spans import allowed_cuts

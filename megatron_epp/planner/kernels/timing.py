@@ -147,7 +147,7 @@ def arrived_us(node: int, columns: PassTable, ended_us: FloatList) -> float:
 
 @compiled
 def take_turn(copies: CopyColumns, room: Room) -> int:
-    """Run the copy that came first among copies that can start (`plan.simulate.play`); its rank, or -1 if none can."""
+    """Run the copy that came first among copies that can start (`plan.simulation.play`); its rank, or -1 if none can."""
     first, came_us = -1, 0.0
     for rank in range(len(copies.starts) - 1):
         at = copies.at[rank]

@@ -1,1 +1,1 @@
-"""Plans under memory caps: recompute, offload, KV offload, and a breakdown of every byte."""
+"""Bytes of plans: copies to the host, KV offload, and a breakdown of every byte."""

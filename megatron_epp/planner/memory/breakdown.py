@@ -11,17 +11,19 @@ from itertools import groupby
 
 import numpy as np
 
-from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost import memory as item
-from megatron_epp.cost.work import BoolColumn
-from megatron_epp.plan import Action, Op, Plan, Recompute, simulate
+from megatron_epp.cost.model import Costs
+from megatron_epp.cost.work import BoolColumn, ChunkWork, work_of
+from megatron_epp.plan import Action, Op, Plan, Recompute
 from megatron_epp.plan.memory_breakdown import Items, MemoryBreakdown
 from megatron_epp.plan.operations import Operation, operation, operations
 from megatron_epp.plan.plan import AnyStep, Step
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner.kernels.compiled import Numbers
-from megatron_epp.planner.memory.kv_offload_choice import without_caches
+from megatron_epp.planner.memory.kv_offload_tables import without_caches
 from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_items, by_item, moments
 from megatron_epp.planner.tables import static_items
+from megatron_epp.port.packed import PackedPlans
 
 
 def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
@@ -54,6 +56,10 @@ def peak_items(plan: Plan, costs: Costs) -> dict[str, int]:
     """Return the bytes by item of the fullest rank of a plan, at its peak. The plan was made with `costs`."""
     peaks = plan.predicted.peak_bytes
     return memory_breakdown(plan, costs).peak(peaks.index(max(peaks))).items
+
+
+def with_peak_items(plans: PackedPlans, costs: Costs) -> PackedPlans:
+    return tuple(packed._replace(peak_items=peak_items(packed.plan(), costs)) for packed in plans)
 
 
 def _added(step: AnyStep) -> tuple[Items, Items]:

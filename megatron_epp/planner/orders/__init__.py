@@ -1,1 +1,1 @@
-"""Orders of actions: 1F1B with a warm-up window, list scheduling, and weight gradients split off."""
+"""Orders of actions: 1F1B with a warm-up window, parts of patterns, and what completes an order."""

@@ -7,17 +7,15 @@ import functools
 import time
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 from megatron_epp import planner
-from megatron_epp.cost import BlockCosts, Costs, LinearTime, PipelineCosts, StageCosts
-from megatron_epp.cost.blocks import HEAD, INPUT, LAYER
+from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
+from megatron_epp.cost.model import Costs, PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem
-from megatron_epp.planner import microbatches
 from megatron_epp.planner.estimate import about_us
-from megatron_epp.planner.memory.breakdown import peak_items
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Division, divide
 from megatron_epp.port.packed import PackedPlan, PackedPlans
@@ -53,13 +51,6 @@ def load(options: Options) -> None:
         load_planner((options,))
 
 
-def plan_of_microbatches(rule: str, *asked: Any) -> tuple[PackedPlan, tuple[int, ...]]:
-    """Return the plan by a function of `planner.microbatches`, and the microbatch of each of its chunks."""
-    start_s = time.perf_counter()
-    plan, order = getattr(microbatches, rule)(*asked)
-    return PackedPlan.of(plan, (time.perf_counter() - start_s) * 1e6, ()), order
-
-
 def plans_of_batch(
     problem: Problem,
     costs: Costs,
@@ -67,7 +58,6 @@ def plans_of_batch(
     lockstep_group: int,
     lockstep_groups: LockstepGroups,
     grain: float,
-    tells_peak: bool,
 ) -> PackedPlans:
     """Divide a batch over replicas, and plan the shares of a group's. Arguments as in `port.planning.BackgroundPlanner`."""
     start_s = time.perf_counter()
@@ -81,10 +71,8 @@ def plans_of_batch(
         with contextlib.suppress(EppError):
             plans = _plans(problems, costs, replace(options, slices=max(1, round(grain * most))))
     planning_us = (time.perf_counter() - start_s) * 1e6
-    return tuple(
-        PackedPlan.of(plan, planning_us, share, division.checksum, peak_items(plan, costs) if tells_peak else None)
-        for plan, share in zip(plans, shares, strict=True)
-    )
+    every = zip(plans, shares, strict=True)
+    return tuple(PackedPlan.of(plan, planning_us, share, division.checksum) for plan, share in every)
 
 
 @functools.lru_cache(CACHED_PLANS)

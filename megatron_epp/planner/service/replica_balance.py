@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.problem import LockstepGroups, Problem, Share
 from megatron_epp.planner.chunks.chunker import Chunker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from megatron_epp.runtime.attention.segments import Tensors
 from megatron_epp.runtime.context import ChunkContext
 
 
-class _ChunkAttention(torch.autograd.Function):
+class ChunkAttention(torch.autograd.Function):
     """Queries of a chunk against what is cached of the chunk and, for a slice, of its sequence.
 
     What a slice attends to stays in the KV cache, not in this graph: no edge joins the graphs of two slices, so each can run
@@ -136,12 +135,11 @@ def chunk_attention(
     context_parallel: ContextParallel = NOT_SHARED,
     preference: str = "auto",
     sinks: Tensor | None = None,
-    window: int | None = None,
 ) -> Tensor:
     """Causal attention inside every segment of a chunk, ``[tokens, query_heads, value_channels]``.
 
-    With a window a slice hands the rows in it on to the next one, and no others are cached. Raises `KVCacheError` if the slices
-    of a sequence run in an order its plan rules out, and `EppError` if no kernel of the preference can serve.
+    Raises `KVCacheError` if the slices of a sequence run in an order its plan rules out, and `EppError` if no kernel of the
+    preference can serve.
 
     Args:
         q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last; this rank's share of them where ranks
@@ -150,42 +148,11 @@ def chunk_attention(
         layer: number of the layer, unique in its stage.
         scale: factor on the scores, usually ``channels ** -0.5``.
         sinks: one more score of every softmax, whose value is zero, ``[query_heads]``.
-        window: tokens ahead of a token that it sees besides itself; None for all.
     """
     own_sinks = None if sinks is None else context_parallel.own_heads(sinks, cached[0].shape[1])
 
     def attend(q: Tensor, cached: Tensors) -> Tensor:
-        if window is not None:
-            return _within(window, q, cached, context, layer, scale, preference, own_sinks)
-        out: Tensor = _ChunkAttention.apply(q, context, layer, scale, preference, own_sinks, *cached)
+        out: Tensor = ChunkAttention.apply(q, context, layer, scale, preference, own_sinks, *cached)
         return out
 
     return context_parallel.attend(attend, q, tuple(cached))
-
-
-def _within(
-    window: int,
-    q: Tensor,
-    cached: Tensors,
-    context: ChunkContext,
-    layer: int,
-    scale: float,
-    preference: str,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attend inside windows: a slice's keys and values are its own behind the last ones of the slice before."""
-    view, handover, key = context.view, context.kv_cache.handover, -1 - layer  # other layers hand on by numbers from 0
-    tail = () if view is None else handover.enter(key, view, forward_only=context.forward_only)
-    rows = tuple(torch.cat(pair) for pair in zip(tail, cached, strict=True)) if tail else cached
-    alone = replace(context, table=context.table.within(window), view=None, begun=None)
-    out: Tensor = _ChunkAttention.apply(q, alone, layer, scale, preference, sinks, *rows)
-    if view is None:
-        return out
-    end = rows[0].shape[0] - cached[0].shape[0] + view.end - view.start
-    state = tuple(x[max(0, end - window) : end] for x in rows)
-    out = handover.leave(key, view, out, state, forward_only=context.forward_only, most_rows=window)
-    if context.begun is None:
-        return out
-    begin, end = context.begun_rows.start, context.begun_rows.stop
-    state = tuple(x[max(begin, end - window) : end] for x in cached)
-    return handover.leave(key, context.begun, out, state, forward_only=context.forward_only, most_rows=window)

@@ -3,7 +3,7 @@
 The forward of a slice writes its cached tensors (keys and values, or latents) behind the earlier slices' and attends over all
 of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out its
 own part, which is complete because every later slice has run. `SlicedKVCache` holds the order of these steps; a store has the
-tensors, in device memory, or with KV offload (`host_store`) in host memory.
+tensors, in device memory, or where the store of a feature has them.
 """
 
 from __future__ import annotations
@@ -11,27 +11,32 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan.sizing import size_class, sums_in_fp32
-from megatron_epp.runtime.attention.host_store import HostStore
 from megatron_epp.runtime.attention.segments import HeadGroup, KVCacheError, SliceView, Tensors
-from megatron_epp.runtime.handover import Handover
-from megatron_epp.runtime.offload.host import HostMemory
 
 
-class DeviceStore:
+class KVStore:
     """KV caches in device memory, by groups of heads of a layer: here one group has all of them.
 
-    Buffers, of `num_bytes` now, are allocated once per sequence at its full length. `HostStore` has the same methods.
+    Buffers, of `num_bytes` now, are allocated once per sequence at its full length. A subclass has other memory for the caches
+    of its `sequences`.
     """
+
+    sequences: Collection[int] = ()
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._rows: dict[tuple[int, HeadGroup], Tensors] = {}  # ``[size class of the sequence's capacity, heads, width]`` each
         self._gradients: dict[tuple[int, HeadGroup], Tensors] = {}
+
+    def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> AbstractContextManager[None]:
+        """Return the context of a run of a slice, as in `SlicedKVCache.running`; gradients add up in fp32 if `wide`."""
+        return nullcontext()
 
     def parts(self, heads: int) -> int:
         return 1
@@ -100,31 +105,33 @@ class SlicedKVCache:
     """KV caches of one stage for one iteration."""
 
     fp32_gradients: str = "auto"  # for which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`
-    offloaded: HostStore | None = None  # the offloaded KV caches, which are in host memory between uses; None if there are none
-    handover: Handover = field(default_factory=Handover)  # what layers hand on to the next slice alone
-    _device: DeviceStore = field(default_factory=DeviceStore)
+    offloaded: KVStore | None = None  # of a plan's offloaded KV caches, set by the feature that has memory for them
+    _carried: dict[type[Any], Any] = field(default_factory=dict)
+    _device: KVStore = field(default_factory=KVStore)
     _groups: dict[tuple[int, HeadGroup], _Progress] = field(default_factory=dict)
     _appended: tuple[SliceView, set[HeadGroup]] | None = None  # the slice whose forward runs, and what it has appended
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all caches and accumulators on the device now, and of what is handed over."""
-        return self.cache_bytes + self.handover.num_bytes
+        return self.cache_bytes + sum(part.num_bytes for part in self._carried.values())
+
+    def carried[T](self, kind: type[T]) -> T:
+        """Return what layers hand on besides cached tensors, an object with `num_bytes` and `assert_empty`, made when asked."""
+        if kind not in self._carried:
+            self._carried[kind] = kind()
+        part: T = self._carried[kind]
+        return part
 
     @property
     def cache_bytes(self) -> int:
         return self._device.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
 
-    def begin(self, offloaded: Collection[int] = (), host: HostMemory | None = None) -> None:
-        """Start an iteration in which the KV caches of the `offloaded` sequences are in host memory between uses."""
-        self.offloaded = HostStore(host, offloaded) if host is not None and offloaded else None
-
     def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
         """Return the context of a run of a chunk; attention of the first `num_whole` layers is recomputed in it."""
         if view is None:
             return nullcontext()
-        store, is_wide = self._store(view), self._is_wide(view)
-        within = store.running(view, backward, num_whole, is_wide) if isinstance(store, HostStore) else nullcontext()
+        within = self._store(view).running(view, backward, num_whole, self._is_wide(view))
         return within if backward else self._forward_of(view, within)
 
     @contextmanager
@@ -216,12 +223,13 @@ class SlicedKVCache:
 
     def assert_empty(self) -> None:
         """Raise `KVCacheError` if a cache, or what was handed over, outlived its iteration."""
-        self.handover.assert_empty()
+        for part in self._carried.values():
+            part.assert_empty()
         if self._groups:
             left = sorted({(group.layer, sequence) for sequence, group in self._groups})
             raise KVCacheError(f"caches of (layer, sequence) {left} were never freed")
 
-    def _store(self, view: SliceView) -> DeviceStore | HostStore:
+    def _store(self, view: SliceView) -> KVStore:
         return self.offloaded if self.offloaded is not None and view.sequence in self.offloaded.sequences else self._device
 
     def _is_wide(self, view: SliceView) -> bool:

@@ -1,6 +1,6 @@
-"""Tensors that autograd saves for backward, on any device: counted, and tracked by chunk so that they can be offloaded.
+"""Tensors that autograd saves for backward, counted on any device.
 
-Of nested hooks on saved tensors torch calls the innermost only, so one pair of hooks must both count and offload.
+Of nested hooks on saved tensors torch calls the innermost only, so what does more with them than count is a subclass.
 
 Under hooks a function's backward gets a copy of a saved tensor that shares its memory, whatever a hook returns
 (`SavedVariable::unpack`), and not the object itself. A copy lacks what Megatron and Transformer Engine read from a weight in
@@ -10,9 +10,9 @@ a leaf has the leaf's gradient accumulator, which refers to the leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,26 +21,16 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-Owner = tuple[int, int]
-"""Stage and chunk that saved tensors belong to."""
-
 
 class Storage:
     """Storage that saved tensors share, counted once."""
 
-    __slots__ = ("memory", "num_bytes", "num_held", "owner", "rest")
+    __slots__ = ("memory", "num_bytes", "num_held")
 
-    def __init__(self, memory: torch.UntypedStorage, owner: Owner | None) -> None:
-        self.memory: torch.UntypedStorage | None = memory  # None while it is offloaded
-        self.rest: Tensor | None = None  # while offloaded, the last bytes, which stay on the device; None if all are offloaded
-        self.num_bytes = memory.nbytes()  # on the device when it is not offloaded
+    def __init__(self, memory: torch.UntypedStorage) -> None:
+        self.memory: torch.UntypedStorage | None = memory  # None while a subclass of `SavedTensors` has moved it away
+        self.num_bytes = memory.nbytes()  # on the device
         self.num_held = 0
-        self.owner = owner  # the stage and chunk whose forward saved tensors in it; None if there is not exactly one
-
-    @property
-    def is_ours(self) -> bool:
-        """True if only autograd's saved tensors keep the memory alive."""
-        return self.memory is not None and torch._C._storage_Use_Count(self.memory._cdata) == 1
 
 
 class _Held:
@@ -118,12 +108,10 @@ class SavedTensors:
         # Storages go by weak references, which keep their identity (not their memory) from being taken by another storage.
         ignored = (StorageWeakRef(p.untyped_storage()) for p in parameters)
         self._ignored = {ref.cdata: ref for ref in ignored}
-        self._storages: dict[int, Storage] = {}
-        self._by_owner: dict[Owner, list[Storage]] = {}
-        self._owner: Owner | None = None
+        self._storages: dict[int, Any] = {}  # of `Storage`, or a subclass's kind of it
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, lambda held: held.tensor())
 
-    def __enter__(self) -> SavedTensors:
+    def __enter__(self) -> Self:
         _give_back_leaves()
         _active.append(self)
         self._hooks.__enter__()
@@ -141,45 +129,6 @@ class SavedTensors:
     def observe(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
-    @contextmanager
-    def of(self, owner: Owner) -> Iterator[None]:
-        """Assign the tensors saved in the body to a chunk."""
-        self._owner, self._by_owner[owner] = owner, []
-        try:
-            yield
-        finally:
-            self._owner = None
-
-    def pop(self, owner: Owner) -> list[Storage]:
-        """Return and forget the storages saved by a chunk's forward that are still held, in the order of the forward."""
-        return [storage for storage in self._by_owner.pop(owner, []) if storage.num_held]
-
-    def take_away(self, storage: Storage, num_bytes: int | None = None) -> None:
-        """Release a storage's device memory after its first `num_bytes` bytes (None: all) have been copied to the host.
-
-        The bytes that stay move to memory of their own, and exist twice for a moment.
-        """
-        assert storage.memory is not None
-        self.observe()
-        if num_bytes is not None and num_bytes < storage.num_bytes:
-            storage.rest = bytes_of(storage.memory)[num_bytes:].clone()
-            self.live_bytes += storage.rest.nbytes
-            self.observe()
-        del self._storages[storage.memory._cdata]
-        storage.memory = None
-        self.live_bytes -= storage.num_bytes
-
-    def bring_back(self, storage: Storage, memory: torch.UntypedStorage) -> None:
-        """Place an offloaded storage in device memory again, and restore the bytes that had stayed there."""
-        storage.memory = memory
-        self._storages[memory._cdata] = storage
-        self.live_bytes += storage.num_bytes
-        self.observe()
-        if storage.rest is not None:
-            bytes_of(memory)[-storage.rest.numel() :] = storage.rest
-            self.live_bytes -= storage.rest.nbytes
-            storage.rest = None
-
     def _hold(self, tensor: Tensor) -> _Held | _HeldParameter | _HeldWhole:
         if isinstance(tensor, Parameter) and tensor.is_leaf:
             return _HeldParameter(tensor)
@@ -187,23 +136,21 @@ class SavedTensors:
             return _HeldWhole(tensor)
         memory = tensor.untyped_storage()
         if memory._cdata in self._ignored:
-            return _Held(tensor, Storage(memory, None), None)
-        storage = self._storages.get(memory._cdata)
-        if storage is None:
-            storage = self._storages[memory._cdata] = Storage(memory, self._owner)
-            self.live_bytes += storage.num_bytes
-            if self._owner is not None:
-                self._by_owner[self._owner].append(storage)
-        elif storage.owner != self._owner:
-            storage.owner = None
-        held = _Held(tensor, storage, self)
+            return _Held(tensor, Storage(memory), None)
+        held = _Held(tensor, self._storage_of(memory), self)
         self.observe()
         return held
 
+    def _storage_of(self, memory: torch.UntypedStorage) -> Storage:
+        return self._storages.get(memory._cdata) or self._count(Storage(memory), memory)
+
+    def _count[S: Storage](self, storage: S, memory: torch.UntypedStorage) -> S:
+        self._storages[memory._cdata] = storage
+        self.live_bytes += storage.num_bytes
+        return storage
+
     def _release(self, storage: Storage) -> None:
-        if storage.memory is None:  # dropped while it was away
-            self.live_bytes -= 0 if storage.rest is None else storage.rest.nbytes
-            return
+        assert storage.memory is not None
         self.observe()
         del self._storages[storage.memory._cdata]
         self.live_bytes -= storage.num_bytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.layout import Layout, layers_text
 from megatron_epp.plan.placement import Placement

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from megatron_epp.cost import OptimizerBytes, PipelineCosts
-from megatron_epp.cost.optimizer import TRAINED_SHARE
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.optimizer import TRAINED_SHARE, OptimizerBytes
 from megatron_epp.plan.layer_flags import pattern_of, whole_pattern
 from megatron_epp.plan.layout import Layout, even_layers, halves_of, layout_flag, staged_pattern
 from megatron_epp.plan.placement import Placement

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost.memory import DEVICE_SHARE
-from megatron_epp.cost.output_layer import AUTO
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.flags import flag_words
+from megatron_epp.plan.flags import AUTO, flag_words
 from megatron_epp.plan.reading import brief, naming_file, whole
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError, InfeasibleError
 from megatron_epp.plan.layer_flags import pattern_of, whole_pattern

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_epp.cost import Costs
 from megatron_epp.cost.balance import advice
+from megatron_epp.cost.model import Costs
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of, options_from
 from megatron_epp.plan.errors import EppError, InfeasibleError

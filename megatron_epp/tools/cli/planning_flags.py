@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from megatron_epp.cost import OptimizerBytes, PipelineCosts
 from megatron_epp.cost.casts import recipe_of
 from megatron_epp.cost.memory import DEVICE_SHARE
-from megatron_epp.cost.optimizer import TRAINED_SHARE
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.optimizer import TRAINED_SHARE, OptimizerBytes
 from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.mcore.arguments.table import FP8, OPTIMIZER, ROWS, SHAPE
 from megatron_epp.plan.errors import EppError

@@ -9,11 +9,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
 
-from megatron_epp.plan.check import check, report
-from megatron_epp.plan.check.actions import check_presence
-from megatron_epp.plan.check.lockstep import check_lockstep
-from megatron_epp.plan.check.plan_tables import check_kv_offload, check_tables, check_tokens
-from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.grid import to_grid
@@ -21,11 +16,16 @@ from megatron_epp.plan.launches import Rows
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.measured import Measured, measured_boxes
 from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.proof import check, report
+from megatron_epp.plan.proof.actions import check_presence
+from megatron_epp.plan.proof.lockstep import check_lockstep
+from megatron_epp.plan.proof.plan_tables import check_kv_offload, check_tables, check_tokens
 from megatron_epp.plan.reading import naming_file, read_text
 from megatron_epp.plan.serialize import from_json, load
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.trace import save_trace
 from megatron_epp.plan.units import format_bytes
+from megatron_epp.plan.violation import Violation
 from megatron_epp.plan.writing import write_text
 from megatron_epp.tools.cli.plan import add_width, text_of
 from megatron_epp.tools.cli.terminal import (

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.output_layer import loss_workspace_bytes
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
+from megatron_epp.plan.sizing import loss_workspace_bytes
 from megatron_epp.tools.formulas.device import least_working_bytes_per_token, shard_bytes
 from megatron_epp.tools.formulas.hardware import Rates
 from megatron_epp.tools.formulas.model_shape import Exchange, ModelShape

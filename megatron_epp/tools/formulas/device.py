@@ -8,7 +8,8 @@ from dataclasses import replace
 from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, PREDICTION
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.output_layer import FP32_BYTES, ShardBytes
+from megatron_epp.cost.output_layer import ShardBytes
+from megatron_epp.plan.sizing import FP32_BYTES
 from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.recurrent import StateSpaceShape
 

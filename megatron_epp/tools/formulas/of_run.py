@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
-from megatron_epp.cost import LinearTime, PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan.errors import EppError, as_setting
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.problem import Problem

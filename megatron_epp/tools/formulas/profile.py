@@ -38,11 +38,12 @@ from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes, Parameters
-from megatron_epp.cost.output_layer import FP32_BYTES, ShardBytes, VocabularyShards
+from megatron_epp.cost.output_layer import ShardBytes, VocabularyShards
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.codec import FileFormat
 from megatron_epp.plan.layout import Layout, halves_of
+from megatron_epp.plan.sizing import FP32_BYTES
 from megatron_epp.tools.formulas.device import on_device
 from megatron_epp.tools.formulas.hardware import divide
 

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_epp.cost.kept import FILE_NAME as COSTS
-from megatron_epp.cost.learning import RECORDED
-from megatron_epp.cost.learning import WARM_UP as NOT_RECORDED
+from megatron_epp.cost.kept import RECORDED
+from megatron_epp.cost.kept import WARM_UP as NOT_RECORDED
 from megatron_epp.launch.machine import count_gpus, sharing_gpus
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_words

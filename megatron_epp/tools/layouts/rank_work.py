@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.balance import spread_layers
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_epp.cost import causal_pairs
 from megatron_epp.cost.line_fits import Point
+from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.segments import SegmentTable

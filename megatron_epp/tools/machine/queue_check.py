@@ -30,11 +30,11 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner import plan as make_plan
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.nccl import link_defaults, options_of, smallest_device, uses_nccl
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import run_ranks
+from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 
@@ -116,7 +116,7 @@ class EchoStage:
             self._inputs[context.chunk] = hidden
         return self._message(context, 0.0)
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
             self._compare(grad, context.chunk + _GRADIENT)
         if (hidden := self._inputs.pop(context.chunk, None)) is not None:
@@ -142,7 +142,6 @@ class EchoStage:
     has_gradient = True
 
     # There are no weights, and the next stage may be on this rank and share the storage of an output.
-    def weight(self, chunk: int) -> None: ...
     def before_last_gradient(self) -> None: ...
     def release_output(self, output: Tensor) -> None: ...
 
@@ -173,7 +172,7 @@ def run_rank(rank: int, plans: Sequence[Plan], width: int, gpus: bool, limit_s: 
         for _ in range(_REPEATS):
             here = [stage for stage, on in enumerate(plan.placement) if on == position]
             stages = {stage: EchoStage(stage, width, device, exchanging) for stage in here}
-            executor = Executor(plan, position, stages, links, watchdog=watchdog)
+            executor = executor_of(plan, position, stages, links, watchdog=watchdog)
             links.control.from_each(None)  # ranks start together
             start_s = time.perf_counter()
             executor.run()

@@ -19,7 +19,7 @@ from megatron_epp.plan.operations import Track, operation, operations
 from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.plan_figures import is_calibrated, recompute_in_backward, recompute_share
 from megatron_epp.plan.reading import printable
-from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.simulation import Timeline, simulate
 from megatron_epp.plan.units import byte_unit, format_bytes
 from megatron_epp.plan.writing import replacing
 from megatron_epp.tools.report.text import batch_text, calibration, format_cap, format_us

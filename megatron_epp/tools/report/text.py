@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from megatron_epp.plan.chunk import Segment
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.measured import COMPUTE, Measured, measured_boxes, planned_boxes
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
@@ -25,8 +26,7 @@ from megatron_epp.plan.plan_figures import (
 )
 from megatron_epp.plan.reading import printable
 from megatron_epp.plan.recompute import Recompute
-from megatron_epp.plan.serialize import digest
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.units import byte_unit, format_bytes
 
 _KINDS = ("split", "hybrid", "batched")

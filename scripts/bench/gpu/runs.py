@@ -12,8 +12,9 @@ from threading import Lock
 from typing import Any
 
 from megatron_epp.launch.machine import NO_TF32
-from megatron_epp.plan import Plan, load
+from megatron_epp.plan import Plan
 from megatron_epp.plan.measured import Measured
+from megatron_epp.plan.serialize import load
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.launch.runs import RecordedRun, TrainingError, tiny_gpt, train
 from scripts.random_documents import write_documents

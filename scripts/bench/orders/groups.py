@@ -19,8 +19,8 @@ import numpy as np
 
 from megatron_epp.contrib.papers.context_groups import groups_of
 from megatron_epp.contrib.papers.flexsp import flexsp
-from megatron_epp.cost import Costs
 from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan

@@ -20,7 +20,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.plan.layout import Layout, even_layers

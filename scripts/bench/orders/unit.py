@@ -14,9 +14,10 @@ from megatron_epp.contrib.helix.costs import with_separate_attention
 from megatron_epp.contrib.helix.helixpipe import HelixLayout
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
-from megatron_epp.cost import BlockCosts, LinearTime, PipelineCosts, StageCosts, causal_pairs
-from megatron_epp.cost.blocks import ATTENTION, INPUT, LAYER, MLP
+from megatron_epp.cost.blocks import ATTENTION, INPUT, LAYER, MLP, BlockCosts, StageCosts
 from megatron_epp.cost.kv_costs import NO_KV
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, slice_groups, tabulate

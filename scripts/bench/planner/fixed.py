@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_epp.contrib.papers.chunkflow import budgets, recompute_all_but_last
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError
 from megatron_epp.plan.first_fit import pack_whole
 from megatron_epp.plan.problem import Options, Problem

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost import Costs, PipelineCosts
-from megatron_epp.cost.output_layer import AUTO, loss_block_tokens
+from megatron_epp.cost.model import Costs, PipelineCosts
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan.flags import AUTO
+from megatron_epp.plan.sizing import loss_block_tokens
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.tools.formulas import ModelShape, analytic_profile
 from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_flags, shape_of

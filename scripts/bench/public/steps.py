@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 
-from megatron_epp.cost import LinearTime, PipelineCosts
 from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.tools.advice.question import Configuration, Question

@@ -25,7 +25,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement

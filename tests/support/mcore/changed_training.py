@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch
 
-from megatron_epp.cost import LinearTime
 from megatron_epp.cost.output_layer import PASS_US
+from megatron_epp.cost.work import LinearTime
 from megatron_epp.mcore import entry
 from megatron_epp.plan import Action, Op, Plan
 from tests.support.mcore import recorded_training
@@ -38,7 +38,12 @@ ODD_ITERATIONS = (2, 3, 5)
 SLEEP_S = 0.05
 MODULES_OF_DIAGNOSTICS = tuple(
     f"megatron_epp.{name}"
-    for name in ("mcore.iteration.report", "mcore.iteration.loggers", "mcore.costs.watch", "report.", "runtime.recorder")
+    for name in (
+        "mcore.iteration.report",
+        "mcore.iteration.loggers",
+        "features.slow_stages.stage_watch",
+        "runtime.recorder",
+    )
 )
 
 
@@ -151,6 +156,7 @@ def attached() -> Iterator[None]:
 
 def slow():
     """The second pipeline rank becomes slow when plans are made by learnt costs."""
+    from megatron_epp.features.learnt_costs.learn_costs import first_batch
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.stage import MegatronStage
 
@@ -158,7 +164,7 @@ def slow():
 
     def forward(self, *rest):
         run = sliced_run.current()
-        if run.rank == 1 and run.learnt_planner is not None and run.iteration >= run.learnt_planner.first_batch:
+        if run.rank == 1 and run.iteration >= first_batch(run.args.epp_lookahead):
             time.sleep(SLEEP_S)
         return quick(self, *rest)
 
@@ -278,12 +284,12 @@ def given_times():
     """Times measured of vocabulary shards are replaced by given ones; what was recorded, and of which chunks, is the run's."""
     import torch.distributed as dist
 
-    from megatron_epp.mcore.iteration.learn_costs import CostLearning
+    from megatron_epp.features.learnt_costs.learn_costs import CostLearning
 
     after = CostLearning.after
 
-    def with_given_times(self, plan, recorder, output_share=None, **measured):
-        return after(self, plan, Given(plan, recorder, dist.get_rank()), output_share, **measured)
+    def with_given_times(self, plan, recorder, measured):
+        after(self, plan, Given(plan, recorder, dist.get_rank()), measured)
 
     return mock.patch.object(CostLearning, "after", with_given_times)
 

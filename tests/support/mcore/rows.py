@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.learning import RECORDED, WARM_UP
+from megatron_epp.cost.kept import RECORDED, WARM_UP
 from megatron_epp.plan.serialize import load
 from scripts.parity.cells import Case, Cell, all_rows, covering_rows, full_rows
 from scripts.parity.cells import Row as Choices

@@ -5,11 +5,15 @@ A cap that a refusal names has to do. A tenth more memory may make no plan of th
 
 from collections.abc import Iterator
 
-from megatron_epp.cost import PipelineCosts
-from megatron_epp.plan import EppError, InfeasibleError, Op, Plan, Recompute, from_json, lower, simulate, to_grid, to_json
-from megatron_epp.plan.check import check
-from megatron_epp.plan.check.deadlock import blocked
-from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.plan import EppError, InfeasibleError, Op, Plan, Recompute
+from megatron_epp.plan.grid import to_grid
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.proof import check
+from megatron_epp.plan.proof.deadlock import blocked
+from megatron_epp.plan.proof.lockstep import check_lockstep
+from megatron_epp.plan.serialize import from_json, to_json
+from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.spans import parted
 from megatron_epp.planner import Options
 from megatron_epp.planner.memory.breakdown import memory_breakdown

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, Chunk, Op, Plan, Segment, Step, deps
+from megatron_epp.plan import Action, Chunk, Op, Plan, Segment, Step
 from megatron_epp.plan.operations import Track, operation
+from megatron_epp.plan.relations import deps
 from tests.support.plan.small_plans import plan_of
 
 

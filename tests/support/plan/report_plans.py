@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk, Segment
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.measured import Event, Measured
 from megatron_epp.plan.plan import Copy, Plan, Prediction, Step
 from megatron_epp.plan.recompute import Recompute
-from megatron_epp.plan.serialize import digest
-from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.simulation import simulate
 from tests.support.plan.small_plans import plan_of
 
 LAYERS = 4

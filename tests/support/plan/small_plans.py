@@ -9,7 +9,9 @@ share.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Copy, Messages, Op, Plan, Prediction, Segment, Step, check, from_grid
+from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Copy, Messages, Op, Plan, Prediction, Segment, Step
+from megatron_epp.plan.grid import from_grid
+from megatron_epp.plan.proof import check
 
 BIG = 10**9
 TIMES = {Op.F: 10.0, Op.B: 20.0, Op.W: 10.0, Op.R: 10.0, Op.O: 5.0, Op.L: 5.0}

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from megatron_epp.cost import BlockCosts, StageCosts
-from megatron_epp.cost.blocks import HEAD, INPUT, LAYER
+from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.memory import NO_STATIC, Static
 from megatron_epp.cost.work import NO_TIME, LinearTime

@@ -8,21 +8,14 @@ import types
 import torch
 
 from megatron_epp.plan import Segment
-from megatron_epp.runtime.attention.kernels import (
-    EXACT_ATTENTION,
-    FLASH_ATTN,
-    FLASH_ATTN_3,
-    TRANSFORMER_ENGINE,
-    flash,
-    transformer_engine,
-)
+from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, flash, transformer_engine
 from megatron_epp.runtime.attention.segments import SegmentTable
 from tests.support.runtime.signatures import SIGNATURES, signature
 
 LIBRARIES = {
-    "flash-attn": (FLASH_ATTN, flash, "_flash_attn"),
-    "flash-attn-3": (FLASH_ATTN_3, flash, "_flash_attn_3"),
-    "transformer-engine": (TRANSFORMER_ENGINE, transformer_engine, "_fused"),
+    "flash-attn": (flash.FLASH_ATTN, flash, "_flash_attn"),
+    "flash-attn-3": (flash.FLASH_ATTN_3, flash, "_flash_attn_3"),
+    "transformer-engine": (transformer_engine.TRANSFORMER_ENGINE, transformer_engine, "_fused"),
 }
 """The kernel of each library, and the function that imports it."""
 TYPES = {"kFloat32": torch.float32, "kBFloat16": torch.bfloat16}

@@ -11,13 +11,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.context import prepare
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.copy_streams import CopyStreams
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.offload.activations import ActivationOffload
-from megatron_epp.runtime.offload.copy_streams import CopyStreams
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
@@ -165,8 +166,8 @@ def run(audit, plan, rank, watchdog=None, program=None):
     with patch.object(dist, "isend", isend), patch.object(dist, "irecv", irecv):
         host = HostMemory(torch.device("cpu"), 1 << 30, CopyStreams(audit))
         parameters = [parameter for stage in stages.values() for parameter in stage.part.parameters()]
-        with SavedTensors(parameters) as saved:
-            offload = ActivationOffload(saved, host) if any(plan.copies) else None
+        with ActivationOffload(host, parameters) as saved, offload_handlers(plan, rank, stages, host, saved) as handlers:
             program = prepare(plan, rank) if program is None else program
-            Executor(plan, rank, stages, links, recorder, watchdog, offload, host=host, program=program).run()
+            own = weight_handlers(plan, stages) | handlers
+            Executor(plan, rank, stages, program, links, recorder, watchdog, handlers=own).run()
     return recorder

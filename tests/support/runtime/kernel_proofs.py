@@ -69,7 +69,7 @@ def prove(device: str, channels: int, query_heads: int, kv_heads: int, tokens: i
     for dtype, tolerance in TOLERANCES.items():
         case = kernels.AttentionCase(device, dtype, channels, query_heads, kv_heads)
         chosen, _ = kernels.explain(case)
-        for kernel in kernels.PREFERENCES["auto"] if device == "cuda" else (kernels.EXACT_ATTENTION,):
+        for kernel in kernels.kernels_of("auto") if device == "cuda" else (kernels.EXACT_ATTENTION,):
             error, obstacle = None, kernel.obstacle(case) or ""
             if not obstacle:
                 try:

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_epp.runtime.offload.copy_streams import CopyStreams
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.features.offload.copy_streams import CopyStreams
+from megatron_epp.features.offload.host import HostMemory
 
 
 class _Recording(TorchFunctionMode):

@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.copy_streams import CopyStreams
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import Track, operation
 from megatron_epp.runtime.attention.segments import offsets_of
-from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.offload.activations import ActivationOffload
-from megatron_epp.runtime.offload.copy_streams import CopyStreams
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.upload import Uploader
 from tests.support.plan.queue_machine import Launch
@@ -260,13 +261,14 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
     with (
         nullcontext() if memory is None else memory.watching(log),
         reductions,
-        SavedTensors(parameters) as saved,
+        ActivationOffload(host, parameters) as saved,
+        offload_handlers(plan, rank, stages, host, saved) as handlers,
         patch.object(dist, "isend", messages.isend),
         patch.object(dist, "irecv", messages.irecv),
     ):
-        offload = ActivationOffload(saved, host) if any(plan.copies) else None
         program = _uploaded(prepare(plan, rank), batch, log)
-        executor = _Executor(plan, rank, stages, links, recorder=_Actions(log), offload=offload, host=host, program=program)
+        own = weight_handlers(plan, stages) | handlers
+        executor = _Executor(plan, rank, stages, program, links, recorder=_Actions(log), handlers=own)
         executor.log = log
         executor.run()
     return log

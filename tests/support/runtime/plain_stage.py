@@ -1,6 +1,5 @@
 """A small transformer in plain torch, cut into pipeline stages that run by plan, and the same model run whole."""
 
-import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -11,14 +10,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.split_weights.deferred_gradients import Linear, WeightGradients
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.plan import Segment
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
-from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.offload.activations import ActivationOffload
-from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.lowered import executor_of
 from tests.support.runtime.dense_attention import dense_attention
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
@@ -91,20 +91,33 @@ def linear(module, gradients, x):
     return gradients.linear(x, x, Linear(module.weight, lambda x, grad: grad.t() @ x)) + module.bias
 
 
+class NotedGradients(WeightGradients):
+    """Notes the chunks whose gradients it computes."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def run(self, chunk):
+        self.calls.append(f"W{chunk}")
+        super().run(chunk)
+
+
 class PlainStage:
     """Implements `runtime.executor.Stage`."""
 
     has_gradient = True
+    gradients_kind = NotedGradients
 
     def __init__(self, part, batch, reentrant=False):
         self.part, self.batch, self.reentrant = part, batch, reentrant
-        self.kv_cache, self.weights = SlicedKVCache(), WeightGradients()
+        self.kv_cache, self.calls = SlicedKVCache(), []
+        self.weights = self.gradients_kind(self.calls)
         for module in part.modules():
             if isinstance(module, nn.Linear):
                 module.forward = functools.partial(linear, module, self.weights)
         self.loss = 0.0
         self.dtype = next(part.parameters()).dtype
-        self.calls = []
 
     def forward(self, context, hidden):
         self.calls.append(f"F{context.chunk}")
@@ -122,14 +135,10 @@ class PlainStage:
             self.loss += output.item()
         return output
 
-    def backward(self, context, output, grad, keep_weights):
+    def backward(self, context, output, grad):
         self.calls.append(f"B{context.chunk}")
-        with self.weights.keeping(context.chunk) if keep_weights else contextlib.nullcontext():
+        with self.weights.backward_of(context.chunk):
             torch.autograd.backward(output, grad)
-
-    def weight(self, chunk):
-        self.calls.append(f"W{chunk}")
-        self.weights.run(chunk)
 
     def before_last_gradient(self):
         self.calls.append("last")
@@ -186,10 +195,11 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False, host=None)
     }
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
     host = host or HostMemory(torch.device("cpu"), 1 << 30)
-    with SavedTensors(parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved:
-        offload = ActivationOffload(saved, host) if any(plan.copies) else None
-        Executor(plan, rank, stages, links, offload=offload, host=host).run()
-    kv_offload = [stage.kv_cache.offloaded for stage in stages.values() if stage.kv_cache.offloaded is not None]
-    left = saved.live_bytes + sum(stage.kv_cache.num_bytes for stage in stages.values()) + sum(x.host_bytes for x in kv_offload)
-    bytes_of = left, saved.peak_bytes, (offload.host_peak_bytes if offload else 0) + sum(x.host_peak_bytes for x in kv_offload)
+    with (
+        ActivationOffload(host, parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved,
+        offload_handlers(plan, rank, stages, host, saved) as handlers,
+    ):
+        executor_of(plan, rank, stages, links, handlers=weight_handlers(plan, stages) | handlers).run()
+    left = saved.live_bytes + sum(stage.kv_cache.num_bytes for stage in stages.values()) + host.held_bytes
+    bytes_of = left, saved.peak_bytes, host.held_peak_bytes
     return {s: StageResult(stage.arrays(), stage.loss, stage.calls, *bytes_of) for s, stage in stages.items()}

@@ -11,6 +11,7 @@ from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, HeadExch
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.latents import latent_attention
+from megatron_epp.runtime.attention.windows import window_attention
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
 from megatron_epp.runtime.context import ChunkContext, chunk_layouts
 from tests.support.runtime.dense_attention import dense_attention
@@ -93,7 +94,9 @@ class ChunkedLayer:
             def attend(q, *cached, layer=layer, context=context):
                 options = context, layer, SCALE, self.context_parallel
                 if self.expansion is None:
-                    return chunk_attention(q, cached, *options, sinks=self.sinks, window=self.window)
+                    if self.window is not None:
+                        return window_attention(q, cached, *options, sinks=self.sinks, window=self.window)
+                    return chunk_attention(q, cached, *options, sinks=self.sinks)
                 return latent_attention(q, *cached, self.expansion, *options)
 
             self.outputs[layer, chunk] = recompute(attend, *rows)

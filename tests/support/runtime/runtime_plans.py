@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from megatron_epp import planner
-from megatron_epp.plan import Copy, KVOffload, Op, Prediction, Recompute, Step, check
+from megatron_epp.plan import Copy, KVOffload, Op, Prediction, Recompute, Step
 from megatron_epp.plan.kv_offload import slices_of
+from megatron_epp.plan.proof import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.plan.small_plans import chunk, make_plan

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_epp.contrib.papers.infinipipe.checkpointing import Effort, diagonal_checkpoints
 from megatron_epp.contrib.papers.slices import Slicer, slice_boundaries
-from megatron_epp.cost import Costs
+from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Chunk
 from megatron_epp.plan.first_fit import joined, longest_first
 from megatron_epp.plan.problem import Options, Problem

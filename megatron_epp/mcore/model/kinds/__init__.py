@@ -1,16 +1,185 @@
 """Table of the kinds of Megatron's layers that run in slices, with a file for each that needs code. All others are refused.
 
-Files of this folder are read where flags are checked, on machines without Megatron too, so they import it in functions only.
+The table and `problems` are read where flags are checked, on machines without Megatron and torch too. Targets,
+``module:function``, are imported where flags ask for such layers or a model has them.
 """
 
 from __future__ import annotations
 
-from megatron_epp.mcore.model.kinds.experts import EXPERTS
-from megatron_epp.mcore.model.kinds.gated_delta import GATED_DELTA
-from megatron_epp.mcore.model.kinds.kind import ATTENTION, MLP, PREDICTION, LayerKind
-from megatron_epp.mcore.model.kinds.latent_attention import LATENT_ATTENTION
-from megatron_epp.mcore.model.kinds.state_space import STATE_SPACE
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
 
-__all__ = ["KINDS", "LayerKind"]
+from megatron_epp.mcore.arguments.layout import AHEAD, hybrid_pattern
+from megatron_epp.mcore.arguments.rule import Door, Rule
+from megatron_epp.plan.flags import GATED_DELTA_NET
 
-KINDS: tuple[LayerKind, ...] = (ATTENTION, LATENT_ATTENTION, GATED_DELTA, STATE_SPACE, MLP, EXPERTS, PREDICTION)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """A kind of layers that runs in slices.
+
+    Attributes:
+        carries: what slices of a sequence hand on in such a layer; empty for nothing.
+        symbol: in hybrid patterns; empty for none.
+        flags: of Megatron's that plans cannot honour with such layers.
+        asked: True for flags that ask for such layers in a way that may be refused.
+        problems: target that yields why, from these flags, a line each.
+        is_of: True for a module that `adopt` changes.
+        mixes_tokens: these modules do, without core attention.
+        adopt: target that changes such layers of a model chunk that Megatron has built, ahead of data parallelism.
+    """
+
+    name: str
+    carries: str = ""
+    symbol: str = ""
+    flags: tuple[Rule, ...] = ()
+    asked: Callable[[argparse.Namespace], object] = lambda args: False
+    problems: str = ""
+    is_of: Callable[[Any], bool] = lambda module: False
+    mixes_tokens: bool = False
+    adopt: str = ""
+
+
+def adopt_layers(model: Any, args: argparse.Namespace) -> None:
+    """Change the layers of a model chunk, kind by kind."""
+    for kind in KINDS:
+        if any(map(kind.is_of, model.modules())):
+            resolve_name(kind.adopt)(model, args)
+
+
+def layer_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield why plans cannot run the layers that flags ask for."""
+    for kind in KINDS:
+        if kind.problems and kind.asked(args):
+            yield from resolve_name(kind.problems)(args)
+
+
+def mixes_tokens(module: Any) -> bool:
+    """Return True for a module that mixes tokens without core attention, and of whose kind plans run layers."""
+    return any(kind.mixes_tokens and kind.is_of(module) for kind in KINDS)
+
+
+def _has_window_or_sinks(args: argparse.Namespace) -> bool:
+    return bool(getattr(args, "window_size", None)) or getattr(args, "softmax_type", "vanilla") != "vanilla"
+
+
+def _hands_on_latents(args: argparse.Namespace) -> bool:
+    return args.epp_latents == "on"
+
+
+def has_experts(settings: Any) -> bool:
+    """Return True for flags, or the configuration, of a model with experts."""
+    return any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts"))
+
+
+def flex_backend(settings: Any) -> str:
+    """Return the backend of the flex dispatcher that flags, or a model's configuration, choose; empty for other dispatchers."""
+    if getattr(settings, "moe_token_dispatcher_type", None) != "flex":
+        return ""
+    return str("deepep" if settings.moe_enable_deepep else settings.moe_flex_dispatcher_backend)
+
+
+def of_experts(problems: str, settings: Any, *rest: Any) -> Iterator[str]:
+    """Yield what a function of `experts` yields, if flags, or a configuration, are of a model with experts."""
+    if has_experts(settings):
+        yield from resolve_name(f"{_HERE}experts:{problems}")(settings, *rest)
+
+
+def is_delta_net(module: Any) -> bool:
+    return _type_of(module) == "megatron.core.ssm.gated_delta_net:GatedDeltaNet"
+
+
+def is_mamba(module: Any) -> bool:
+    return _type_of(module) == "megatron.core.ssm.mamba_mixer:MambaMixer"
+
+
+def _type_of(module: Any) -> str:
+    return f"{type(module).__module__}:{type(module).__qualname__}"
+
+
+_HERE = "megatron_epp.mcore.model.kinds."
+STATES = "states, and rows ahead of a convolution"
+EXPERTS = "E"
+"""Symbol of experts in hybrid patterns."""
+KINDS = (
+    LayerKind(
+        name="attention",
+        carries="keys and values, of a window alone where a layer has one",
+        symbol="*",
+        flags=(
+            Rule("--attention-dropout", use="set it to 0", doors=Door.SLICES, allowed=(0.0,)),
+            Rule("--qk-clip", doors=Door.SLICES),
+            Rule("--log-max-attention-logit", doors=Door.SLICES),
+            Rule(
+                "--position-embedding-type",
+                use="use rope: angles are by position; positions of three axes come with samples (wrap_samples)",
+                allowed=(None, "learned_absolute", "rope", "yarn", "none"),
+            ),
+        ),
+        asked=_has_window_or_sinks,
+        problems=f"{_HERE}flag_problems:of_attention",
+    ),
+    LayerKind(
+        name="latent attention",
+        carries="latents, or keys and values",
+        symbol="+",
+        flags=(Rule("--mla-down-proj-fusion", use="leave it out: it was never tried with slices", doors=Door.SLICES),),
+        asked=_hands_on_latents,
+        problems=f"{_HERE}flag_problems:of_latents",
+        is_of=lambda module: hasattr(module, "linear_kv_up_proj"),
+        adopt=f"{_HERE}latent_attention:adopt",
+    ),
+    LayerKind(
+        name="gated delta nets",
+        carries=STATES,
+        symbol="G",
+        flags=(Rule("--experimental-attention-variant", allowed=(None, GATED_DELTA_NET)),),
+        asked=lambda args: getattr(args, "experimental_attention_variant", None) == GATED_DELTA_NET,
+        problems=f"{_HERE}flag_problems:of_delta_nets",
+        is_of=is_delta_net,
+        mixes_tokens=True,
+        adopt=f"{_HERE}gated_delta:adopt",
+    ),
+    LayerKind(
+        name="Mamba-2",
+        carries=STATES,
+        symbol="M",
+        flags=(
+            Rule(
+                "--disable-mamba-mem-eff-path",
+                use="leave it out: slices run in the fused kernel",
+                allowed=(None, True),
+                dest="use_mamba_mem_eff_path",
+            ),
+        ),
+        asked=lambda args: "M" in (hybrid_pattern(args) or ""),
+        problems=f"{_HERE}flag_problems:of_mamba",
+        is_of=is_mamba,
+        mixes_tokens=True,
+        adopt=f"{_HERE}state_space:adopt",
+    ),
+    LayerKind(name="an MLP", symbol="-"),
+    LayerKind(
+        name="experts",
+        symbol=EXPERTS,
+        flags=(
+            Rule("--moe-enable-routing-replay", use="leave it out: routes are a column of --epp-samples"),
+            Rule("--overlap-moe-expert-parallel-comm"),
+        ),
+        asked=lambda args: args.num_experts or args.expert_model_parallel_size > 1,
+        problems=f"{_HERE}experts:problems",
+        is_of=lambda module: hasattr(module, "token_dispatcher"),
+        adopt=f"{_HERE}experts:adopt",
+    ),
+    LayerKind(
+        name="multi-token prediction",
+        carries="what its layers do",
+        symbol=AHEAD,  # chunks bring the tokens ahead of them along, so the embeddings there need nothing of other slices
+        flags=(Rule("--mtp-detach-heads", use="leave it out: it was never tried with slices"),),
+        asked=lambda args: getattr(args, "mtp_num_layers", None),
+        problems=f"{_HERE}flag_problems:of_prediction",
+    ),
+)

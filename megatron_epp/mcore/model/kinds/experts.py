@@ -1,4 +1,8 @@
-"""Experts, in a layer with attention or as a layer of a hybrid model."""
+"""Experts, in a layer with attention or as a layer of a hybrid model.
+
+Tokens do not meet there, but ranks do: plans of replicas that share experts run in lockstep. Routers see no padding
+(`patches.routers`). Where tokens were sent, the flex dispatcher keeps with the graph, so several chunks may be in flight.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.mcore.arguments.rule import Door, Rule
+from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.features import pads_uneven_exchanges
-from megatron_epp.mcore.model.kinds.kind import LayerKind
+from megatron_epp.mcore.model.kinds import flex_backend
 from megatron_epp.plan.planners import begins_with_greedy
 
 if TYPE_CHECKING:
@@ -18,12 +22,11 @@ _BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
 """Load-balancing types that look at one chunk at a time; any other would need replicas that run their chunks in lockstep."""
 
 
-def _problems(args: argparse.Namespace) -> Iterator[str]:
+def problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield why a model with experts cannot be trained as asked."""
     ranks = args.expert_model_parallel_size
     if not args.num_experts:
-        if ranks > 1:
-            yield f"--expert-model-parallel-size {ranks} is for a model with --num-experts: leave it out"
+        yield f"--expert-model-parallel-size {ranks} is for a model with --num-experts: leave it out"
         return
     if args.num_experts % ranks != 0:
         yield (
@@ -48,18 +51,6 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def flex_backend(settings: Any) -> str:
-    """Return the backend of the flex dispatcher that flags, or a model's configuration, choose; empty for other dispatchers."""
-    if getattr(settings, "moe_token_dispatcher_type", None) != "flex":
-        return ""
-    return str("deepep" if settings.moe_enable_deepep else settings.moe_flex_dispatcher_backend)
-
-
-def _has_experts(settings: Any) -> bool:
-    """True for flags, or the configuration, of a model with experts."""
-    return any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts"))
-
-
 def router_problems(settings: Any, door: Door, average: str) -> Iterator[str]:
     """Yield why the gradients of routers' own losses would not be divided as those of a loss are, by its `Average`."""
     balancing, coefficients = getattr(settings, "moe_router_load_balancing_type", None), ["moe_z_loss_coeff"]
@@ -67,7 +58,7 @@ def router_problems(settings: Any, door: Door, average: str) -> Iterator[str]:
         coefficients.insert(0, "moe_aux_loss_coeff")
     values = {name: getattr(settings, name, None) for name in coefficients}
     nonzero = [name for name, value in values.items() if any(value if isinstance(value, list | tuple) else [value])]
-    if not nonzero or not _has_experts(settings):
+    if not nonzero:
         return
     without = " and ".join(door.with_value(name, 0) for name in nonzero)
     if not door.has_flags and not settings.calculate_per_token_loss:  # flags imply it
@@ -78,8 +69,6 @@ def router_problems(settings: Any, door: Door, average: str) -> Iterator[str]:
 
 def chunk_problems(settings: Any, door: Door) -> Iterator[str]:
     """Yield why experts cannot have chunks, of which ranks have unequal numbers of tokens, by flags or a configuration."""
-    if not _has_experts(settings):
-        return
     yield from _flex_problems(settings, door)
     if (ranks := settings.expert_model_parallel_size) > 1:
         sharing = door.with_value("expert_model_parallel_size", ranks)
@@ -111,7 +100,7 @@ def _flex_problems(settings: Any, door: Door) -> Iterator[str]:
         yield f"{factor} drops tokens by the size of the largest chunk of all ranks: leave it out"
 
 
-def _pad_exchanges(model: torch.nn.Module, args: argparse.Namespace) -> None:
+def adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Have Megatron pad what a layer gives to HybridEP to the largest chunk of all ranks that share experts."""
     for module in model.modules():
         config: Any = getattr(getattr(module, "token_dispatcher", None), "config", None)
@@ -137,18 +126,3 @@ def _of_lockstep(args: argparse.Namespace, ranks: int) -> Iterator[str]:
         )
     if args.epp_schedule == "elastic" and not begins_with_greedy(args.epp_planner):
         yield f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does"
-
-
-EXPERTS = LayerKind(
-    name="experts",
-    symbol="E",
-    flags=(
-        Rule("--moe-enable-routing-replay", use="leave it out: routes are a column of --epp-samples"),
-        Rule("--overlap-moe-expert-parallel-comm"),
-    ),
-    problems=_problems,
-    adopt=_pad_exchanges,
-)
-"""Tokens do not meet there, but ranks do: plans of replicas that share experts run in lockstep. Routers see no padding
-(`patches.routers`). Where tokens were sent, the flex dispatcher keeps with the graph, so several chunks may be in flight.
-"""

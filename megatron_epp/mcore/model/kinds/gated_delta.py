@@ -4,45 +4,24 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_epp.mcore.arguments.rule import Rule
-from megatron_epp.mcore.model.kinds.kind import LayerKind, run_chunks
-from megatron_epp.plan.flags import GATED_DELTA_NET
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.mcore.model.kinds import is_delta_net
+from megatron_epp.mcore.model.kinds.own_forward import run_chunks
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, of_group
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.gated_delta import DeltaLayer
 
 
-def _problems(args: argparse.Namespace) -> Iterator[str]:
-    if getattr(args, "experimental_attention_variant", None) != GATED_DELTA_NET:
-        return
-    ranks, heads = args.tensor_model_parallel_size * args.context_parallel_size, args.linear_num_key_heads
-    if heads is not None and heads % ranks:
-        yield (
-            f"--linear-num-key-heads {heads} cannot be shared evenly by --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size} x --context-parallel-size {args.context_parallel_size}"
-        )
-
-
-def modules() -> tuple[type, ...]:
-    """Return Megatron's classes of such layers."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
-    return (GatedDeltaNet,)
-
-
-def _adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
-    run_chunks(model, modules(), _forward)
+def adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
+    """Have delta nets run chunks. Packed sequences run in one call where the kernels take offsets; Megatron would mix them."""
+    run_chunks(model, is_delta_net, _forward)
 
 
 def _forward(net: Any, number: int, hidden_states: Tensor, context: ChunkContext) -> Any:
-    from megatron_epp.runtime.attention.context_parallel import of_group
-
     projected, _bias = net.in_proj(hidden_states)  # of all tokens that tensor-parallel ranks share
     keys, values, heads = net.qk_dim_local_tp, net.v_dim_local_tp, net.num_v_heads_local_tp
     q, k, v, gate, strength, decay = projected[:, 0].split([keys, keys, values, values, heads, heads], dim=-1)
@@ -56,11 +35,7 @@ def _forward(net: Any, number: int, hidden_states: Tensor, context: ChunkContext
 
 
 def _layer(net: Any, number: int, shared: Any) -> Any:
-    import torch
     from fla.modules.l2norm import l2norm
-
-    from megatron_epp.runtime.attention.context_parallel import NOT_SHARED
-    from megatron_epp.runtime.gated_delta import DeltaLayer
 
     def own_channels(weight: Tensor) -> Tensor:
         """Return the entries of a convolution's weight for this rank's heads."""
@@ -88,15 +63,3 @@ def _convolve(activation: str, rows: Tensor, filters: Tensor, bias: Tensor | Non
     from fla.modules.convolution import causal_conv1d
 
     return causal_conv1d(x=rows, weight=filters, bias=bias, activation=activation, cu_seqlens=offsets)[0]
-
-
-GATED_DELTA = LayerKind(
-    name="gated delta nets",
-    carries="states, and rows ahead of a convolution",
-    symbol="G",
-    flags=(Rule("--experimental-attention-variant", allowed=(None, GATED_DELTA_NET)),),
-    modules=modules,
-    problems=_problems,
-    adopt=_adopt,
-)
-"""Packed sequences run in one call where the kernels take offsets. Megatron's own forward would mix them (`ChunkParams`)."""

@@ -6,33 +6,29 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from megatron_epp.mcore.arguments.rule import Door, Rule
-from megatron_epp.mcore.model.kinds.kind import LayerKind
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch import Tensor
+from torch.nn import functional
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from megatron_epp.mcore.model.replaced import AFTER, BEFORE, put
+from megatron_epp.runtime.attention.latents import latent_attention
 
 
-def _problems(args: argparse.Namespace) -> Iterator[str]:
-    if args.epp_latents == "on" and not args.multi_latent_attention:
-        yield "--epp-latents on is for a model with --multi-latent-attention: leave it out"
-
-
-def _hand_on_latents(model: torch.nn.Module, args: argparse.Namespace) -> None:
+def adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Have every latent attention of a model chunk give its core attention latents in place of keys and values.
 
     Data parallelism and split weight gradients come later: their hooks depend on where a weight gets its gradient.
     """
     if args.epp_latents != "on":
         return
-    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-
-    from megatron_epp.mcore.model.replaced import AFTER, BEFORE, put
-
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             linear: Any = module.linear_kv_up_proj
@@ -47,19 +43,12 @@ def _hand_on_latents(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
 
 def _attend(module: Any, query: Tensor, cached: tuple[Tensor, Tensor], *options: Any) -> Tensor:
-    from megatron_epp.runtime.attention.latents import latent_attention
-
     expansion = module.linear_kv_up_proj.weight.unflatten(0, (module.num_attention_heads_per_partition, -1))
     return latent_attention(query, *cached, expansion, *options)
 
 
 def _latents(linear: Any, latent: Tensor) -> tuple[Tensor, None]:
     """Return the latents of all tokens, ``[tokens, rank]``. Their gradient, of this rank's heads, is summed over ranks."""
-    from megatron.core.tensor_parallel.mappings import (
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
-    )
-
     latent = _normed(linear, latent)
     if linear.sequence_parallel:
         return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=linear.tp_group), None
@@ -67,8 +56,6 @@ def _latents(linear: Any, latent: Tensor) -> tuple[Tensor, None]:
 
 
 def _normed(linear: Any, x: Tensor) -> Tensor:
-    from torch.nn import functional
-
     weight = getattr(linear, "layer_norm_weight", None)
     if weight is None:
         return x
@@ -107,13 +94,3 @@ def _tensors(module: Any, original: Callable[..., tuple[Any, ...]], *args: Any, 
     query, key, _, *rest = original.__func__(view, *args, **kwargs)  # type: ignore[attr-defined]
     assert projection.latent is not None
     return query, projection.latent.unsqueeze(1), key[..., module.config.qk_head_dim :], *rest
-
-
-LATENT_ATTENTION = LayerKind(
-    name="latent attention",
-    carries="latents, or keys and values",
-    symbol="+",
-    flags=(Rule("--mla-down-proj-fusion", use="leave it out: it was never tried with slices", doors=Door.SLICES),),
-    problems=_problems,
-    adopt=_hand_on_latents,
-)

@@ -4,52 +4,26 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_epp.mcore.arguments.layout import hybrid_pattern
-from megatron_epp.mcore.arguments.rule import Rule
+import torch
+from megatron.core.ssm import mamba_mixer
+from torch import Tensor
+
 from megatron_epp.mcore.features import takes_state_dtype
-from megatron_epp.mcore.model.kinds.kind import LayerKind, run_chunks
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from megatron_epp.runtime.context import ChunkContext
-
-_SYMBOL = "M"
+from megatron_epp.mcore.model.kinds import is_mamba
+from megatron_epp.mcore.model.kinds.own_forward import run_chunks
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, of_group, to_heads, to_tokens
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.state_space import StateSpaceLayer
 
 
-def _problems(args: argparse.Namespace) -> Iterator[str]:
-    if _SYMBOL not in (hybrid_pattern(args) or ""):
-        return
-    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
-    ranks = f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context}"
-    heads, groups = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim, args.mamba_num_groups
-    if heads % (tensor * context):
-        yield f"--mamba-num-heads {heads} cannot be shared evenly by {ranks}"
-    on_rank = groups // tensor  # each goes to several context-parallel ranks if there are too few for all
-    if groups % tensor or max(on_rank, context) % min(on_rank, context):
-        yield f"--mamba-num-groups {groups} cannot be shared evenly by {ranks}"
-
-
-def modules() -> tuple[type, ...]:
-    """Return Megatron's classes of what mixes tokens in such layers."""
-    from megatron.core.ssm.mamba_mixer import MambaMixer
-
-    return (MambaMixer,)
-
-
-def _adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
-    run_chunks(model, modules(), _forward)
+def adopt(model: torch.nn.Module, args: argparse.Namespace) -> None:
+    """Have Mamba-2 layers run chunks. Packed sequences run in one call with their numbers; Megatron would mix them."""
+    run_chunks(model, is_mamba, _forward)
 
 
 def _forward(mixer: Any, number: int, hidden_states: Tensor, context: ChunkContext) -> Any:
-    import torch
-
-    from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, of_group, to_heads, to_tokens
-
     projected, _bias = mixer.in_proj(hidden_states)  # of all tokens that tensor-parallel ranks share
     rows, group = projected[:, 0], mixer.pg_collection.cp
     layer, shared = _layer(mixer, number), of_group(group)
@@ -67,10 +41,6 @@ def _forward(mixer: Any, number: int, hidden_states: Tensor, context: ChunkConte
 
 
 def _layer(mixer: Any, number: int) -> Any:
-    from megatron.core.ssm import mamba_mixer
-
-    from megatron_epp.runtime.state_space import StateSpaceLayer
-
     own = mixer.cp  # weights of the heads that this context-parallel rank has
     skip = own.get_D().float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else own.get_D()
     filters = own.get_conv1d_weight()[:, 0]
@@ -96,22 +66,3 @@ def _layer(mixer: Any, number: int) -> Any:
         mixed_width=len(filters),
         filter_width=mixer.d_conv,
     )
-
-
-STATE_SPACE = LayerKind(
-    name="Mamba-2",
-    carries="states, and rows ahead of a convolution",
-    symbol=_SYMBOL,
-    flags=(
-        Rule(
-            "--disable-mamba-mem-eff-path",
-            use="leave it out: slices run in the fused kernel",
-            allowed=(None, True),
-            dest="use_mamba_mem_eff_path",
-        ),
-    ),
-    modules=modules,
-    problems=_problems,
-    adopt=_adopt,
-)
-"""Packed sequences run in one call with their numbers. Megatron's own forward would mix them (`ChunkParams`)."""

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -22,33 +23,18 @@ from torch import Tensor
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, add_sinks, backward_by_heads, of_narrow_values
 from megatron_epp.runtime.attention.kernels.exact import EXACT_ATTENTION
-from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
-from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
 from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 
-__all__ = [
-    "EXACT_ATTENTION",
-    "FLASH_ATTN",
-    "FLASH_ATTN_3",
-    "PREFERENCES",
-    "TORCH_FLASH",
-    "TRANSFORMER_ENGINE",
-    "AttentionCase",
-    "Kernel",
-    "choose",
-    "explain",
-]
+__all__ = ["EXACT_ATTENTION", "PREFERENCES", "AttentionCase", "Kernel", "choose", "explain", "kernels_of"]
 
 logger = logging.getLogger(__name__)
 
-PREFERENCES: dict[str, tuple[Kernel, ...]] = {
-    "auto": (TRANSFORMER_ENGINE, FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH, EXACT_ATTENTION),
-    "fused": (TRANSFORMER_ENGINE,),
-    "flash": (FLASH_ATTN_3, FLASH_ATTN, TORCH_FLASH),
-    "unfused": (EXACT_ATTENTION,),
-    "local": (EXACT_ATTENTION,),
-}
-"""Kernels to try on a GPU, in order, by the value of Megatron's `--attention-backend`, which alone chooses among these lists.
+_EXACT = ("exact:EXACT_ATTENTION",)
+_CUDNN = ("transformer_engine:TRANSFORMER_ENGINE",)
+_FLASH = "flash:FLASH_ATTN_3", "flash:FLASH_ATTN", "flash:TORCH_FLASH"
+PREFERENCES = {"auto": _CUDNN + _FLASH + _EXACT, "fused": _CUDNN, "flash": _FLASH, "unfused": _EXACT, "local": _EXACT}
+"""Kernels to try on a GPU, in order, by the value of Megatron's `--attention-backend`, which alone chooses among these lists: a
+file of this folder and a name in it, imported when it is tried.
 
 cuDNN goes before FlashAttention 3, as in Transformer Engine's own choice on Hopper. `flash` asks for FlashAttention 3 by name,
 which builds no plans for new shapes.
@@ -60,6 +46,11 @@ _SAMPLE_WINDOW = 33
 """Window of the verification: shorter than the sample's prefix and than its segments, and no multiple of a tile."""
 _TOLERANCE = 2e-2
 """Largest relative error, in norms, that a kernel may have against exact attention: bf16 has 8 significant bits."""
+
+
+def kernels_of(preference: str) -> Iterator[Kernel]:
+    """Yield the kernels of `PREFERENCES[preference]`, each imported when it is asked for."""
+    yield from (resolve_name(f"{__name__}.{target}") for target in PREFERENCES[preference])
 
 
 def choose(
@@ -100,15 +91,12 @@ def explain(case: AttentionCase, preference: str = "auto") -> tuple[Kernel | Non
     return None, obstacles
 
 
-_OF_NARROW_VALUES = {kernel: of_narrow_values(kernel) for kernel in PREFERENCES["auto"] if kernel is not EXACT_ATTENTION}
-"""Fused kernels take values as wide as keys; exact attention takes any."""
-
-
-def _candidates(case: AttentionCase, preference: str) -> tuple[Kernel, ...]:
+def _candidates(case: AttentionCase, preference: str) -> Iterator[Kernel]:
     if case.device != "cuda":
-        return (EXACT_ATTENTION,)
-    kernels = PREFERENCES[preference]
-    return kernels if not case.value_channels else tuple(_OF_NARROW_VALUES.get(kernel, kernel) for kernel in kernels)
+        yield EXACT_ATTENTION
+        return
+    for kernel in kernels_of(preference):  # fused ones take values as wide as keys
+        yield of_narrow_values(kernel) if case.value_channels and kernel is not EXACT_ATTENTION else kernel
 
 
 def _failed_verification(kernel: Kernel, case: AttentionCase) -> str | None:

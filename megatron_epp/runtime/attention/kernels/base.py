@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -63,6 +64,7 @@ class Kernel:
     # Its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for backwards, in
     # every thread and for every number of heads
     builds_plans: bool = False
+    rates: str = ""  # name of its published rates, of `plan.flags.KERNELS`; empty for none
 
 
 def log_sums_of(log_sums: Tensor, own: slice) -> Tensor:
@@ -107,6 +109,7 @@ def needs_half_precision_on_a_gpu(case: AttentionCase) -> str | None:
     return None
 
 
+@functools.cache
 def of_narrow_values(kernel: Kernel) -> Kernel:
     """Return a kernel for values narrower than keys, by one that takes values as wide as keys: with zeros behind every value.
 

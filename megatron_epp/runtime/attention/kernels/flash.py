@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.plan.flags import FLASH_2, FLASH_3
 from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, Saved, needs_half_precision_on_a_gpu
 from megatron_epp.runtime.attention.segments import SegmentTable
 
@@ -133,6 +134,6 @@ def _hopper_obstacle(case: AttentionCase) -> str | None:
     return None if torch.cuda.get_device_capability()[0] == 9 else "it is for GPUs of compute capability 9.0 (Hopper)"
 
 
-FLASH_ATTN_3 = Kernel("FlashAttention 3", _hopper_forward, _hopper_backward, _hopper_obstacle)
-TORCH_FLASH = Kernel("FlashAttention of torch", _torch_forward, _torch_backward, _torch_obstacle)
-FLASH_ATTN = Kernel("flash-attn", _package_forward, _package_backward, _package_obstacle)
+FLASH_ATTN_3 = Kernel("FlashAttention 3", _hopper_forward, _hopper_backward, _hopper_obstacle, rates=FLASH_3)
+TORCH_FLASH = Kernel("FlashAttention of torch", _torch_forward, _torch_backward, _torch_obstacle, rates=FLASH_2)
+FLASH_ATTN = Kernel("flash-attn", _package_forward, _package_backward, _package_obstacle, rates=FLASH_2)

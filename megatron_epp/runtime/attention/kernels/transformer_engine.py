@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.plan.flags import CUDNN
 from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, Saved, needs_half_precision_on_a_gpu
 from megatron_epp.runtime.attention.segments import SegmentTable
 
@@ -127,4 +128,6 @@ def _log_sums(saved: Saved) -> Tensor:
     return saved[0].squeeze(-1).t()
 
 
-TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads, _log_sums, True)
+TRANSFORMER_ENGINE = Kernel(
+    "cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads, _log_sums, True, CUDNN
+)

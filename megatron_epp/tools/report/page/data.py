@@ -19,14 +19,14 @@ from megatron_epp.plan.critical_path import (
     times_of,
     transfers_between,
 )
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.graph import Graph, build_graph
 from megatron_epp.plan.measured import COMPUTE, COPY, LINK, Measured, measured_boxes
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import ANYWHERE, of_stages, operations
 from megatron_epp.plan.plan import Copy, Plan, is_unlimited
 from megatron_epp.plan.plan_figures import is_calibrated, recompute_in_backward, recompute_share
-from megatron_epp.plan.serialize import digest
-from megatron_epp.plan.simulate import Timeline, simulate
+from megatron_epp.plan.simulation import Timeline, simulate
 from megatron_epp.tools.report.gantt import Shades, item_colours
 from megatron_epp.tools.report.text import headline
 

@@ -195,6 +195,8 @@ def _compared(flags, rope_utils, unfused):
 
 def built(args, tokens):
     """Return one layer of Megatron, its config, and rotary angles of the tokens or None."""
+    from pkgutil import resolve_name
+
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -202,8 +204,7 @@ def built(args, tokens):
     from megatron.core.transformer.spec_utils import build_module
     from megatron.training.arguments import core_transformer_config_from_args
 
-    from megatron_epp.mcore.model.kinds.gated_delta import GATED_DELTA
-    from megatron_epp.mcore.model.kinds.state_space import STATE_SPACE
+    from megatron_epp.mcore.model.kinds import KINDS
 
     config = core_transformer_config_from_args(args)
     latent = args.multi_latent_attention
@@ -221,8 +222,9 @@ def built(args, tokens):
     spec = _alone(pattern, whole) if pattern else spec
     groups = {"pg_collection": ProcessGroupCollection.use_mpu_process_groups()} if pattern == "M" else {}
     layer = build_module(spec, config=config, layer_number=2, **groups).to(args.params_dtype)
-    for kind in (GATED_DELTA, STATE_SPACE):
-        kind.adopt(layer, args)
+    for kind in KINDS:
+        if kind.mixes_tokens:
+            resolve_name(kind.adopt)(layer, args)
     angles = None
     if args.position_embedding_type == "rope" and not latent:
         angles = RotaryEmbedding(config.kv_channels, args.rotary_percent)(tokens)

@@ -51,11 +51,12 @@ def of_batches(executor, batches):
     import numpy as np
 
     from megatron_epp.data.batch import GlobalBatch
+    from megatron_epp.features.offload.activations import ActivationOffload
+    from megatron_epp.features.offload.copy_handlers import offload_handlers
+    from megatron_epp.features.offload.rank_offload import RankOffload
     from megatron_epp.mcore.costs.sources import pipeline_costs
     from megatron_epp.mcore.iteration import sliced_run
-    from megatron_epp.plan import lower
-    from megatron_epp.runtime.autograd.saved import SavedTensors
-    from megatron_epp.runtime.offload.activations import ActivationOffload
+    from megatron_epp.plan.lowering import lower
 
     class RandomText:
         def __init__(self, lengths):
@@ -71,7 +72,8 @@ def of_batches(executor, batches):
         def run(self):
             run = sliced_run.current()
             args = run.args
-            costs = pipeline_costs(args, self.stages, self.links, run.placement.num_stages, run.ask)
+            host = next(feature.host for feature in run.features if isinstance(feature, RankOffload))
+            costs = pipeline_costs(args, self.stages, self.links, run.placement.num_stages, run.ask, run.measured)
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
             for name, plan in plans(args, costs, run, batches):
@@ -81,13 +83,14 @@ def of_batches(executor, batches):
                 prepared = run.inputs.prepare(batch, lower(plan)[self.rank])
                 others = [p for stage in self.stages.values() for p in stage.parameters]
                 others.append(prepared.inputs.upload.buffer)
-                saved = SavedTensors(others, lambda: sum(stage.kv_cache.num_bytes for stage in self.stages.values()))
-                offload = ActivationOffload(saved, run.host)
+                cached = lambda: sum(stage.kv_cache.num_bytes for stage in self.stages.values())  # noqa: E731
                 for stage in self.stages.values():
                     stage.begin(prepared.inputs.chunk)
-                with saved:
-                    running = plan, self.rank, self.stages, self.links, None, None, offload
-                    executor(*running, host=run.host, program=prepared.program).run()
+                with (
+                    ActivationOffload(host, others, cached) as saved,
+                    offload_handlers(plan, self.rank, self.stages, host, saved) as handlers,
+                ):
+                    executor(plan, self.rank, self.stages, self.links, handlers=handlers, program=prepared.program).run()
                 caches = [stage.kv_cache.offloaded for stage in self.stages.values() if stage.kv_cache.offloaded is not None]
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(
@@ -95,9 +98,9 @@ def of_batches(executor, batches):
                         "name": name,
                         "planned": planned,
                         "measured": saved.peak_bytes,
-                        "left": saved.live_bytes + offload.host_bytes + sum(each.host_bytes for each in caches),
+                        "left": saved.live_bytes + host.held_bytes,
                         "planned_host": host_peak_bytes(plan)[self.rank],
-                        "host": run.host.held_peak_bytes,
+                        "host": host.held_peak_bytes,
                         "hosted": len(caches),
                         "share": offload_share(plan),
                         "offloadable": costs.offloadable_share,

@@ -337,9 +337,9 @@ def compared(
         config = loop.models[0].config
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
     if host_link is not None:
-        from megatron_epp.mcore.costs import sources
+        from megatron_epp.features.offload import rank_offload
 
-        sources.measure_host_link = lambda device: tuple(host_link)
+        rank_offload.measure_host_link = lambda device: tuple(host_link)
     if us_per_token is not None:
         with_fixed_times(us_per_token)
     planned = megatron_epp.wrap(**settings or {})
@@ -391,11 +391,11 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
 
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
     """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
-    from megatron_epp.cost import LinearTime
     from megatron_epp.cost.blocks import LAYER
-    from megatron_epp.mcore.iteration import base_run
+    from megatron_epp.cost.work import LinearTime
+    from megatron_epp.features.learnt_costs import learn_costs
 
-    learn, lines = base_run.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
+    learn, lines = learn_costs.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
 
     def fixed(*rest: Any, **named: Any) -> Any:
         costs = learn(*rest, **named)
@@ -404,7 +404,7 @@ def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
             stages=tuple(stage.changed(**dict.fromkeys(lines, LinearTime())).changed(LAYER, **lines) for stage in costs.stages),
         )
 
-    base_run.fitted_costs = fixed
+    learn_costs.fitted_costs = fixed
 
 
 def of_core_alone(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
@@ -437,7 +437,7 @@ def learnt() -> dict[str, Any]:
     """
     loop = begin(UNEVEN)
     import megatron_epp
-    from megatron_epp.cost.learning import RECORDED, WARM_UP
+    from megatron_epp.cost.kept import RECORDED, WARM_UP
 
     found: list[dict[str, Any]] = []
 
@@ -466,8 +466,8 @@ def slow() -> None:
     """Let the last rank become slow after costs were learnt."""
     loop = begin(UNEVEN[:4])
     import megatron_epp
-    from megatron_epp.cost.learning import RECORDED, WARM_UP
-    from megatron_epp.cost.slowness import ITERATIONS
+    from megatron_epp.cost.kept import RECORDED, WARM_UP
+    from megatron_epp.features.slow_stages.stage_watch import ITERATIONS
 
     schedule = megatron_epp.wrap()
 

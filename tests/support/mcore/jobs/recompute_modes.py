@@ -78,21 +78,19 @@ def by_levels(executor):
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    from megatron_epp.features.offload.activations import ActivationOffload
+    from megatron_epp.features.offload.copy_handlers import offload_handlers
+    from megatron_epp.features.offload.host import HostMemory
     from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
-    from megatron_epp.runtime.autograd.saved import SavedTensors
-    from megatron_epp.runtime.offload.activations import ActivationOffload
-    from megatron_epp.runtime.offload.host import HostMemory
 
     calls = counted_calls()
 
     class ByLevels(executor):
         def __init__(self, plan, rank, stages, links, recorder, watchdog, **named):
             super().__init__(plan, rank, stages, links, recorder, watchdog, **named)
-            self.again = lambda variant, offload, host: executor(
-                variant, rank, stages, links, recorder, watchdog, offload, host=host
-            )
+            self.again = lambda variant, handlers: executor(variant, rank, stages, links, recorder, watchdog, handlers=handlers)
 
         def gradients_of(self, variant, states):
             """Gradients, what routers count, calls of attention's kernel, most bytes that autograd held, and that were away."""
@@ -108,15 +106,15 @@ def by_levels(executor):
             calls.clear()
             host, relays = HostMemory(torch.device("cpu"), 1 << 30), [stage.kv_cache for stage in self.stages.values()]
             others = [self._upload.buffer, *(p for stage in self.stages.values() for p in stage.parameters)]
-            with SavedTensors(others, lambda: sum(kv_cache.num_bytes for kv_cache in relays)) as saved:
-                offload = ActivationOffload(saved, host)
-                self.again(variant, offload, host).run()
-            caches = [kv_cache.offloaded for kv_cache in relays if kv_cache.offloaded is not None]
-            assert saved.live_bytes == offload.host_bytes == sum(each.host_bytes for each in caches) == 0
+            with (
+                ActivationOffload(host, others, lambda: sum(kv_cache.num_bytes for kv_cache in relays)) as saved,
+                offload_handlers(variant, self.rank, self.stages, host, saved) as handlers,
+            ):
+                self.again(variant, handlers).run()
+            assert saved.live_bytes == host.held_bytes == 0
             gradients = {name: p.main_grad.clone() for model in models for name, p in model.named_parameters()}
-            away = offload.host_peak_bytes + sum(each.host_peak_bytes for each in caches)
             counted = {name: one.clone() for name, one in (counts | logged_router_losses()).items()}
-            return gradients, counted, len(calls), saved.peak_bytes, away
+            return gradients, counted, len(calls), saved.peak_bytes, host.held_peak_bytes
 
         def run(self):
             for stage in self.stages.values():  # as another schedule of the model would

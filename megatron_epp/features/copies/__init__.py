@@ -1,0 +1,1 @@
+"""Copies to the host: the choice of activations, and of keys and values of slices, that a plan copies there."""

@@ -1,0 +1,1 @@
+"""Several stages on each rank: orders that the search tries for them."""

@@ -1,0 +1,42 @@
+"""Bytes that a slice hands over to the next one alone, of states and of windows, by counting them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_epp.cost.blocks import HANDOVER, BlockCosts
+from megatron_epp.mcore.costs.memory_probe import bytes_chunk
+from megatron_epp.mcore.costs.probe import backward, forward
+from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.runtime.attention.segments import SliceView
+from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.handover import Handover
+
+
+def handed_over(stage: MegatronStage) -> tuple[BlockCosts, int]:
+    """Return the block of what a slice hands over, and the bytes that layers keep besides because of it.
+
+    Three slices of a sequence run without recompute: what the second one keeps is compared with what the first does.
+    """
+    (segment,) = bytes_chunk(stage).segments
+    tokens, handover = segment.end, stage.kv_cache.carried(Handover)
+    meter, sizes, runs = SavedTensors(stage.parameters, lambda: handover.num_bytes), [0], list[tuple[Tensor, ChunkContext]]()
+    shorter: list[int] = []
+    with meter:
+        for start in (0, tokens, 2 * tokens):
+            view = SliceView(0, start, start + tokens, 3 * tokens, 3 * tokens, 3)
+            _, output, context = forward(stage, Chunk((Segment(0, start, start + tokens),)), view)
+            runs.append((output, context))
+            sizes.append(meter.held_bytes)
+            if not start:
+                first_bytes = meter.live_bytes
+            shorter.append(handover.shorter_bytes)
+        while runs:
+            backward(stage, *runs.pop())
+    states = sizes[1] - first_bytes
+    more = sizes[2] - sizes[1] - first_bytes
+    more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
+    block = BlockCosts(kind=HANDOVER, state_bytes=states + shorter[0], state_tokens=handover.most_rows)
+    return block, max(0, more)

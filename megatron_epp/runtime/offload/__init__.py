@@ -1,1 +1,0 @@
-"""Activations in host memory between forward and backward."""
