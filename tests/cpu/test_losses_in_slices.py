@@ -546,12 +546,6 @@ def test_a_group_is_an_integer_or_a_text(batch, group):
         TokenSample.of(batch[1] | {"group": group}, columns_of(Preference()), "a sample")
 
 
-def test_sequences_without_trained_tokens_have_mean_0():
-    rows = Rows(torch.ones(3), torch.tensor([1.0, 1.0, 0.0]), {}, None, torch.tensor([0, 0, 1]), 3)
-    assert rows.means(torch.tensor([2.0, 4.0, 9.0])).tolist() == [3.0, 0.0, 0.0]
-    assert rows.trained.tolist() == [1.0, 0.0, 0.0]
-
-
 def test_what_a_policy_loss_logs_is_weighed_as_its_tokens_are():
     columns = {name: torch.tensor(values) for name, values in POLICY_COLUMNS.items()}
     rows = Rows(torch.tensor([-1.0, -2.0]), torch.tensor([2.0, 3.0]), columns, torch.tensor([0.5, 1.5]), None, 0)

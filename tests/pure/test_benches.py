@@ -14,7 +14,6 @@ import pytest
 
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan.planners import PLANNERS
-from megatron_epp.plan.yaml_files import shipped
 from scripts.bench.frame import Bench
 from scripts.bench.orders import random_batches
 from scripts.bench.orders.orders import CASES, ORDERS, TIE
@@ -22,8 +21,8 @@ from scripts.bench.orders.page import CLAIMS, claims
 from scripts.bench.public.gains import BENCH as RECIPES_BENCH
 from scripts.bench.public.gains import as_shipped, together
 from scripts.bench.public.recipes import RECIPES
-from scripts.bench.public.rows import EXPERTS, ROWS
-from scripts.bench.public.steps import LARGE, again_line, question_of, rows_of
+from scripts.bench.public.rows import ROWS
+from scripts.bench.public.steps import LARGE, question_of, rows_of
 from scripts.bench.public.steps import compared as step_of
 from scripts.bench.public.steps import planned as plan_of
 from scripts.bench.rl.rules import decreasing, padded
@@ -170,22 +169,6 @@ def number_of(row):
     return row.number.split(",")[0]
 
 
-def test_all_rows_have_a_source_and_sizes_that_go_together():
-    assert list(dict.fromkeys(map(number_of, ROWS))) == [str(number) for number in range(1, 19)]
-    for row in ROWS:
-        assert row.source
-        assert sum(row.config.layers) == row.flags["num_layers"]
-        assert row.sequences % row.config.data == 0
-
-
-def test_recompute_of_experts_is_their_forward_with_its_exchanges():
-    row = next(row for row in ROWS if EXPERTS in row.again)
-    asked = question_of(row)
-    shape, layer = asked.shape(row.config), asked.profile(row.config).layer
-    again, mode = again_line(row, shape, asked.rates), layer.recompute["mlp"].again
-    assert again.per_token_us == pytest.approx(mode.per_token_us, rel=0.05)
-
-
 @pytest.mark.parametrize("number", ["3", "5", "8", "9", "13, 4 slices"])
 def test_microbatches_are_those_of_the_measured_run(number):
     row = next(row for row in ROWS if row.number == number)
@@ -216,27 +199,6 @@ def test_plans_are_within_a_tenth_of_most_measurements_and_a_large_error_has_its
 def test_plans_of_many_stages_are_within_a_tenth():
     errors = {row.number: step_of(row).error for row in ROWS if number_of(row) in MANY_STAGES}
     assert max(map(abs, errors.values())) <= 0.1, errors
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_a_recipe_has_a_source_and_its_sizes_fit_its_model_devices_and_batch(recipe):
-    assert [other.name for other in RECIPES].count(recipe.name) == 1
-    assert recipe.repository
-    assert recipe.file
-    assert recipe.commit
-    assert recipe.model in shipped("models")
-    assert recipe.cluster in shipped("clusters")
-    config, flags, lengths = recipe.config, recipe.flags, recipe.lengths.batch(recipe.sequences)
-    assert recipe.devices == config.devices
-    assert sum(config.layers) == flags["num_layers"]
-    assert len(config.layers) == config.num_stages
-    assert flags.get("num_experts", config.expert) % config.expert == 0
-    assert (config.ranks * config.data) % config.expert == 0
-    assert len(lengths) == recipe.sequences >= config.data
-    assert max(lengths) <= min(recipe.budget, recipe.lengths.longest)
-    assert recipe.lengths.batch(recipe.sequences) == lengths
-    assert (recipe.measured_s is None) or recipe.measured
-    assert all(hasattr(config, name) and recipe.devices % size == 0 for name, size in recipe.fixed)
 
 
 def recipe_of(name):

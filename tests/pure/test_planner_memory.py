@@ -21,9 +21,6 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.passes import (
-    recompute_of,
-)
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.tools.formulas import analytic_profile
 from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
@@ -231,18 +228,6 @@ def unlike_layer(draw: random.Random, mean: BlockCosts) -> BlockCosts:
     modes = {name: replace(mode, bytes_per_token=mode.bytes_per_token + more // 2) for name, mode in mean.recompute.items()}
     sizes = {"bytes_per_token": mean.bytes_per_token + more, "recompute": modes, "apart_bytes_per_token": None}
     return replace(mean, count=1, cached_share=float(draw.randint(0, 1)), **sizes)
-
-
-@pytest.mark.parametrize("modes", [(0,), (1, 0), (2, 1, 0), (2, 0)])
-def test_steps_and_what_they_come_to_say_the_same(modes: tuple[int, ...]):
-    for taken in range(4 * len(modes) + 1):
-        recompute = recompute_of(modes, 4, taken)
-        steps_of = {RECOMPUTE_MODES[mode]: number + 1 for number, mode in enumerate(modes)}
-        assert sum(count * steps_of[name] for name, count in recompute.by_mode()) == taken
-        assert recompute.num_layers == min(taken, 4)
-        assert sorted(map(recompute.mode, range(4)), key=[*RECOMPUTE_MODES, ""].index) == [
-            recompute.mode(layer) for layer in range(4)
-        ]
 
 
 def test_attention_is_not_run_again_where_that_would_cost_most():

@@ -332,11 +332,6 @@ def test_every_message_between_ranks_is_one_arrow_from_its_producer_to_its_consu
             assert len(inside) == 1, "an arrow without a box at either end is not drawn"
 
 
-def test_there_is_no_arrow_between_stages_on_one_rank():
-    made = trace(v_shaped_plan())
-    assert [(s["pid"], f["pid"]) for s, f in zip(events(made, "s"), events(made, "f"), strict=True)] == [(1, 0), (0, 1)]
-
-
 def test_a_run_lies_beside_the_plan_in_the_same_process():
     plan = sliced_plan()
     measured = measured_run(plan)
