@@ -182,19 +182,6 @@ def test_keys_zoom_pan_and_show_the_whole(page):
     assert page.visible() == [0, 1]
 
 
-def test_the_wheel_zooms_at_the_pointer(page, plan):
-    time_us = middle(plan, 0, 3)
-    before = page.point(0, 0, time_us)
-    script = """const [x, y] = arguments[0], pane = epp.panes[0];
-        const wheel = {clientX: x, clientY: y, deltaY: -300, ctrlKey: true, cancelable: true};
-        pane.holder.dispatchEvent(new WheelEvent("wheel", wheel))"""
-    page.driver.execute_script(script, before)
-    page.settle()
-    start, end = page.visible()
-    assert end - start < 0.6
-    assert page.point(0, 0, time_us)[0] == pytest.approx(before[0], abs=1.5)
-
-
 def test_a_row_of_the_table_highlights_its_chunk_in_all_plans_of_the_batch(page):
     page.click("#chunks tbody tr:nth-child(3)")
     assert page.ask("epp.state.chunk.chunk") == 2

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_epp.contrib.demos import rounds
 from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, doubt, turns
-from megatron_epp.plan.simulation import simulate
 from megatron_epp.tools.launch.runs import RecordedRun
 from scripts.bench.alone import replayed_us
 from tests.support.plan.report_plans import measured_run, sliced_plan
@@ -49,11 +48,6 @@ def test_time_of_a_process_that_this_one_started_and_waited_for_is_its_own():
     occupancy = others.occupancy(num_ranks=1)
     assert 0.0 <= occupancy.others <= occupancy.num_cores
     assert (occupancy.num_ranks, occupancy.num_cores) == (1, os.cpu_count())
-
-
-def test_a_run_as_planned_replays_as_planned():
-    plan = sliced_plan(num_ranks=3)
-    assert replayed_us(plan, measured_run(plan, slowdown=1.0)) == simulate(plan).makespan_us
 
 
 def test_slow_actions_show_in_the_replay_and_late_ones_do_not():

@@ -89,8 +89,6 @@ def test_under_a_users_own_torchrun_its_summary_has_the_refusal_and_the_rank_pri
     assert not lifetime.hand_over("without torchrun it is printed as well", 1)
 
 
-# ---- the short form of the output ------------------------------------------------------------------------------------
-
 PRINTED = """\
 no GPU found: Megatron runs on the CPU
 WARNING:megatron_epp.mcore.patches.environment:not installed

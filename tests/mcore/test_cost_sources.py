@@ -146,9 +146,6 @@ def test_the_loss_takes_what_it_takes_on_the_replica_whose_kernel_fails(monkeypa
     assert costs_of_runs._with_largest_workspaces({1: mine}) == {1: mine.changed(HEAD, workspace_bytes=900)}
 
 
-# ---- bytes that autograd does not keep in measured costs: none on a CPU, where nothing else is measured --------------
-
-
 def on_gpu(args: Namespace) -> RunFacts:
     return replace(run_facts(args, ask_here), kernel="")
 

@@ -84,9 +84,6 @@ def test_a_framework_may_ask_for_learnt_costs_and_for_no_others() -> None:
             wrap(costs=other)
 
 
-# ---- times of vocabulary shards and of their collectives -------------------------------------------------------------
-
-
 LOOKAHEAD = 1
 FIRST = LEARNING + LOOKAHEAD + 1
 """First batch that is planned by learnt costs."""

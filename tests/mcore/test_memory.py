@@ -122,9 +122,6 @@ def test_a_cap_holds_by_offload_and_the_host_has_what_was_planned(report_of: Cal
     assert all(0.97 <= measured / planned <= 1.03 for planned, measured in hosts if planned)
 
 
-# ---- random batches, every recompute mode, offload, and KV offload ---------------------------------------------------
-
-
 FEW, MANY = 2, 9
 BY_DEFAULT = ("grouped, with dropout", "weights apart, there and back")
 CUT = ("cut layers", "cut layers, weights apart")

@@ -217,9 +217,6 @@ def test_a_script_that_would_restart_in_its_process_is_refused_before_it_is_wrap
     assert maybe_wrap(len) == (len, None)
 
 
-# ---- what follows from flags -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_offload_is_left_to_plans_that_may_have_copies_on_gpus_and_with_host_memory(has_gpu, monkeypatch):
     monkeypatch.setattr(caps.torch.cuda, "is_available", lambda: has_gpu)
@@ -243,9 +240,6 @@ def test_transformer_engines_layers_put_off_weight_gradients_where_plans_split_t
 def test_chunks_are_padded_to_what_the_ranks_that_share_tokens_divide():
     assert token_multiple(of(f"{TP} 2 {CP} 4")) == 4
     assert token_multiple(of(f"{TP} 2 {CP} 4 --sequence-parallel")) == 8
-
-
-# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_layer_that_megatron_has_is_in_the_table_of_kinds_or_refused_by_name():

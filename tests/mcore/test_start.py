@@ -109,9 +109,6 @@ def test_a_folder_that_cannot_be_written_is_named(asked: Asked, monkeypatch: pyt
     ]
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def checkpoint(asked: Asked, folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "", world_size: int = 1) -> Path:
     """Folder with what a checkpoint of a run with these flags holds besides tensors, the schedule as Megatron makes it."""
     then = asked.args(more)

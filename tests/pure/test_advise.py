@@ -425,9 +425,6 @@ def test_offload_is_left_to_the_plans_where_there_is_a_link_unless_the_flag_says
         assert question_of(parsed(*command, *flags)).options.offload == may_offload
 
 
-# ---- what is printed can be had again: its commands plan the same batches with the same costs, to the same figures ---
-
-
 CHATS = ["--lengths", "agents", "--context", "8192", "--global-batch-size", "16"]
 
 

@@ -127,9 +127,6 @@ def test_greedy_is_no_faster_than_the_best_plan_and_a_seed_is_solved_once(tmp_pa
     assert "2 cases" in capsys.readouterr().out
 
 
-# ---- the page of schedules, and what greedy has learnt from orders ---------------------------------------------------
-
-
 def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
     orders = {name for name, entry in PLANNERS.entries().items() if entry.fixed is not None}
     assert set(CLAIMS) == orders, "`CLAIMS` of scripts/bench/orders/page.py has a row for every order"

@@ -136,9 +136,6 @@ def test_a_profile_by_formula_is_written_by_both_of_its_names_and_plans_as_its_m
     assert planned("--lengths 300,20 --costs 0.json --stages 2 --layout even") == planned(f"--lengths 300,20 {SMALL}")
 
 
-# ---- layers of stages ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "layers", "placement"),
     [

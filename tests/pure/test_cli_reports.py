@@ -65,9 +65,6 @@ def test_show_sets_a_run_beside_its_plan(run):
     assert float(rows["makespan"]) == pytest.approx(2.0, rel=2e-3)  # transfers take as planned
 
 
-# ---- comparisons and schedules ---------------------------------------------------------------------------------------
-
-
 def test_all_planners_are_ranked_with_the_placements_that_they_need(run):
     rows = json.loads(run(f"compare {BATCH} --planner all --json"))
     assert {row["planner"] for row in rows} == set(PLANNERS)
@@ -131,8 +128,6 @@ def test_plan_and_compare_print_how_far_the_exact_planner_is_above_its_bound(cap
         assert "above the bound" in "".join(capsys.readouterr())
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
 SHAPE = "--layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512"
 HELD = f"--lengths 8192,700,300 --stages 2 {SHAPE} --slices 3 --layout even"
 
@@ -187,9 +182,6 @@ def test_the_figures_of_memory_are_those_of_the_same_plan_and_add_up(run):
 def test_a_divided_vocabulary_is_compared_with_planners_that_search_no_layout(run):
     text = run(f"compare {HELD} --vocab-parallel on --layout even --planner greedy --planner 1f1b")
     assert text.count("the vocabulary over all ranks") == 1
-
-
-# ---- help and progress -----------------------------------------------------------------------------------------------
 
 
 def help_of(capsys, *argv):

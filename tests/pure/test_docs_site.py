@@ -168,9 +168,6 @@ def test_the_process_that_plans_for_training_finds_it():
     assert packed.plan() == plan(BATCH, COSTS, Options(planner=NAME))
 
 
-# ---- the plan that the documentation reads ---------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def shown():
     return load(FILE)

@@ -83,9 +83,6 @@ def test_mistakes_are_named_in_one_line(launch, words):
     assert words != VALUE or str(error.value) == VALUE, "what may be a secret is not told"
 
 
-# ---- what is saved: references to the environment stay references ----------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def _source(monkeypatch):
     monkeypatch.setenv("EPP_TEST_SOURCE", SECRET)

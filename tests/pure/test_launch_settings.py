@@ -97,9 +97,6 @@ def test_what_cannot_be_is_refused_by_name_with_what_would_do(write, text, overr
     assert len(message.splitlines()) <= 2
 
 
-# ---- settings as flags of the training script ------------------------------------------------------------------------
-
-
 PARSER = argparse.ArgumentParser()
 PARSER.add_argument("--num-layers")
 PARSER.add_argument("--fast-path", action=argparse.BooleanOptionalAction)
@@ -196,9 +193,6 @@ def test_what_a_command_says_is_in_the_log_however_it_ends(tmp_path, script, lim
     log.write_text("first\n")
     assert runs._exit_code(["sh", "-c", script], log, limit_s, {}) == code
     assert log.read_text() == "first\nwhy\n"
-
-
-# ---- a folder takes one run at a time, and is free again however the process that held it ended ------------------------
 
 
 HOLDER = """

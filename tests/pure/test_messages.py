@@ -57,8 +57,6 @@ def test_help_imports_nothing_heavy_and_a_command_no_other():
     assert all(text.startswith("usage: megatron-epp") for text in texts)
 
 
-# ---- remedies --------------------------------------------------------------------------------------------------------
-
 ROOT = Path(megatron_epp.__file__).parent
 PURE = ("plan", "cost", "planner", "data")
 FIELDS = {field.name for kind in (Options, Problem, ModelShape) for field in fields(kind)}
@@ -168,8 +166,6 @@ def test_errors_keep_everything_on_their_way_from_process_to_process(moved):
     assert str(error) == f"a batch: {ERROR.text(TRAINING)}\nIt was long."
     assert moved(MessageRoomError("full", (1, 2))).needed == (1, 2)
 
-
-# ---- bytes: two sizes that differ never look alike together, and what is to suffice does -----------------------------
 
 GIB = 1 << 30
 PAIRS = [(72 * GIB, 72 * GIB + 1), (10_737_418, 11_000_000), (80_745_586_688, 80_745_586_680), (1, 2), (5 << 20, 5 << 30)]

@@ -14,7 +14,7 @@ from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.tools.report.gantt import gantt, item_colours, side_by_side
-from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
+from tests.support.plan.report_plans import measured_run, sliced_plan, with_offload
 
 
 def bars(axis, label):
@@ -52,12 +52,6 @@ def test_a_run_is_drawn_below_the_plan_and_has_a_time_axis_of_its_own_where_it_i
     assert planned_axis.get_xlim() == memory_axis.get_xlim() == (0.0, end_us / 1e3)
     assert measured_axis.get_xlim() == (0.0, measured.makespan_us / 1e3)
     assert shares_axis or all("since the start" in axis.get_xlabel() for axis in (planned_axis, measured_axis, memory_axis))
-
-
-def test_times_by_formula_are_called_uncalibrated():
-    by_formula, measured = sliced_plan(), replace(sliced_plan(), costs="measured:cpu")
-    assert "not calibrated" in gantt(by_formula).axes[0].get_title(loc="left")
-    assert "not calibrated" not in gantt(measured).axes[0].get_title(loc="left")
 
 
 def test_recompute_is_the_front_of_its_backward():
@@ -108,15 +102,6 @@ def test_items_of_memory_differ_in_colour_for_everybody(seen):
     assert apart[~np.eye(len(points), dtype=bool)].min() > 15
 
 
-def test_chunk_numbers_stand_in_boxes_that_are_wide_enough():
-    few, many = sliced_plan(slices=2, batched=2), sliced_plan(num_ranks=4, slices=40, batched=160)
-    labels = [text.get_text() for text in gantt(few).axes[0].texts]
-    assert sorted(labels) == sorted(str(step.action.chunk) for steps in few.ranks for step in steps)
-    assert len(gantt(many).axes[0].texts) < sum(len(steps) for steps in many.ranks) / 10
-    several = [text.get_text() for text in gantt(v_shaped_plan()).axes[0].texts]
-    assert several == ["0.0", "3.0", "1.0", "2.0"], "of several stages on a rank the stage stands there too"
-
-
 def test_memory_is_drawn_against_the_cap_which_is_told_instead_where_it_is_far_above():
     plan = sliced_plan(num_ranks=3)
     axis = gantt(plan).axes[-1]
@@ -143,9 +128,6 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
         gantt(sliced_plan())
 
 
-# ---- plans of one batch below each other -----------------------------------------------------------------------------
-
-
 def test_plans_stand_in_the_order_given_on_the_time_axis_of_the_longest():
     short, long = sliced_plan(recompute=0), sliced_plan(recompute=4)
     figure = side_by_side([("short", short), ("long", long)])
@@ -159,12 +141,3 @@ def test_plans_stand_in_the_order_given_on_the_time_axis_of_the_longest():
     without, recomputing = (axis.get_title(loc="left") for axis in figure.axes)
     assert "recompute" not in without
     assert "recompute 25.0%" in recomputing
-
-
-def test_pipelines_are_described_once_or_where_they_differ_in_every_title():
-    equal_stages = side_by_side([("one", sliced_plan()), ("two", sliced_plan())])
-    assert "2 stages on 2 ranks" in equal_stages.get_suptitle()
-    differing = side_by_side([("one", sliced_plan()), ("v", v_shaped_plan())])
-    assert "stages" not in differing.get_suptitle()
-    titles = [axis.get_title(loc="left") for axis in differing.axes]
-    assert [title.split(", ")[-1] for title in titles] == ["2 stages on 2 ranks", "4 stages on 2 ranks"]

@@ -160,9 +160,6 @@ def test_compare_and_memory_write_pages_and_pictures(tmp_path):
     assert len(shown["items"]["ranks"]) == 2
 
 
-# ---- memory by items, on a page and as a picture ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def breakdown():
     costs, asked = pipeline(2), problem((8192, 700, 300), 2, 64 << 30)
@@ -242,9 +239,6 @@ def test_numbers_read_well(text, expected):
     assert text == expected
 
 
-# ---- measured runs ---------------------------------------------------------------------------------------------------
-
-
 def test_a_measurement_survives_its_file_with_its_processor_times_where_there_are_some(tmp_path):
     measured = measured_run(sliced_plan())
     measured.save(tmp_path / "run.json")
@@ -266,9 +260,6 @@ def test_makespan_and_bubble_of_a_run_are_those_of_its_events():
     assert measured.bubble_fraction == pytest.approx(1 - (30 + 60) / 200), "messages are not compute"
 
 
-# ---- as near to the reference as Megatron's own, or near enough anyway -----------------------------------------------
-
-
 def test_twice_as_far_as_megatrons_own_or_the_floor_is_allowed_and_no_more():
     near = deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0079], floor=1e-6)
     assert near.theirs == pytest.approx(1e-3)
@@ -280,9 +271,6 @@ def test_twice_as_far_as_megatrons_own_or_the_floor_is_allowed_and_no_more():
     found = deviation([2.0, 2.0], [2.0, 2.0], [2.0, math.nan], floor=1.0)
     assert math.isinf(found.ours)
     assert not found.holds
-
-
-# ---- Chrome traces ---------------------------------------------------------------------------------------------------
 
 
 def events(made, phase):

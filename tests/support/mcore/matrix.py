@@ -164,9 +164,6 @@ def train(num_processes: int, flags: Iterable[str], checkpoint: Path | None = No
     return worker.call(num_processes, recorded, limit_s=limit_s, flags=[*flags], checkpoint=saved)
 
 
-# ---- documents -------------------------------------------------------------------------------------------------------
-
-
 def batches_of(size: int, count: int) -> list[tuple[int, ...]]:
     sampler = GlobalBatchSampler(NUM_TRAINING, size, seed=SEED)
     return [next(sampler) for _ in range(count)]

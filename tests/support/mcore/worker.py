@@ -131,9 +131,6 @@ class _World:
         self._folder.cleanup()
 
 
-# ---- in a rank -------------------------------------------------------------------------------------------------------
-
-
 def main(argv: Sequence[str]) -> None:
     if argv[0] == "--serve":
         serve(argv[1])

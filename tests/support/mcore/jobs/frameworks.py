@@ -271,8 +271,6 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Ca
     return output, loss_func
 
 
-# ---- compared with stock ---------------------------------------------------------------------------------------------
-
 RUNS = 6
 """Costs are learnt in the first four."""
 
@@ -426,9 +424,6 @@ def of_core_alone(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-# ---- what is learnt --------------------------------------------------------------------------------------------------
-
-
 def learnt() -> dict[str, Any]:
     """Keep what a schedule has learnt.
 
@@ -479,9 +474,6 @@ def slow() -> None:
         if iteration == WARM_UP + RECORDED and dist.get_rank() == dist.get_world_size() - 1:
             loop.forward_step = sleeping
         loop.run(schedule)
-
-
-# ---- wrong input -----------------------------------------------------------------------------------------------------
 
 
 def wrong(case: str) -> None:
@@ -541,8 +533,6 @@ def wrong_step(case: str) -> Callable[..., Any]:
 
     return step
 
-
-# ---- steps of two calls ----------------------------------------------------------------------------------------------
 
 CALLS = 2
 

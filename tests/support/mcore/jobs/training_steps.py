@@ -145,9 +145,6 @@ def replica_of_all() -> tuple[int, int]:
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
-# ---- ms-swift --------------------------------------------------------------------------------------------------------
-
-
 def with_swifts_adapters(model: Any) -> None:
     """Put ms-swift's adapters beside all matrices of a model's layers, and freeze the rest, by its own function."""
     with of_swift():
@@ -253,9 +250,6 @@ OF_PREFERENCES = {
     "f_divergence_type": "reverse_kl", "loss_type": ["sigmoid"], "beta": 0.1, "rpo_alpha": None,
 }  # fmt: skip
 """Settings of DPO."""
-
-
-# ---- Megatron-Bridge -------------------------------------------------------------------------------------------------
 
 
 def with_bridges_adapters(model: Any) -> None:
