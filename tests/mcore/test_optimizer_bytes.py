@@ -12,8 +12,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, OptimizerBytes
+from megatron_epp.features.learnt_costs import learnt
 from megatron_epp.mcore.arguments.consequences import tell_unknown_optimizer
-from megatron_epp.mcore.costs import learnt
 from megatron_epp.mcore.costs.megatron_facts import facts, optimizer_bytes, run_facts
 from megatron_epp.mcore.costs.sources import _static
 from megatron_epp.plan.layout import Layout

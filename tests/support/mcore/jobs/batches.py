@@ -111,7 +111,8 @@ def of_batches(executor, batches):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(lines))
 
-    from megatron_epp.plan.plan_figures import host_peak_bytes, offload_share
+    from megatron_epp.plan.kv_offload import host_peak_bytes
+    from megatron_epp.plan.plan_figures import offload_share
 
     return OfBatches
 
