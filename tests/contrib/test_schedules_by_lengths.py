@@ -60,7 +60,6 @@ def test_no_division_into_pieces_has_less_latency(p: int, seed: int):
 
 
 def linear(fixed_us: float, per_token_us: float = 1.0, per_pair_us: float = 0.0, stages: int = 4) -> PipelineCosts:
-    """Costs of stages whose forwards and backwards take one such time together."""
     forward = LinearTime(fixed_us / 3, per_token_us / 3, per_pair_us / 3)
     kept = {"layer_bytes_per_token": 1.0, "recomputed_layer_bytes_per_token": 0.0, "kv_bytes_per_token": 0.0}
     stage = stage_of(num_layers=1, forward=forward, backward=forward.scaled(2), **kept)

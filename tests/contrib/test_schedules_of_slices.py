@@ -47,7 +47,6 @@ def of_slimpipe(lengths: tuple[int, ...] = LENGTHS, multiple: int = 1, **asked: 
 
 
 def slices_of(made: Plan, sequence: int = 0) -> list[int]:
-    """Return the tokens of a sequence's slices."""
     parts = [chunk.segments[0] for chunk in made.chunks]
     return [part.end - part.start for part in parts if part.sequence == sequence]
 
@@ -217,7 +216,6 @@ def lifetimes(made: Plan) -> dict[tuple[int, int], float]:
 
 
 def longest_lived(made: Plan, rank: int, count: int) -> set[tuple[int, int]]:
-    """Return the stages and chunks of a rank with the longest lifetimes."""
     of_rank = {item: us for item, us in lifetimes(made).items() if made.placement[item[0]] == rank}
     return set(sorted(of_rank, key=lambda item: -of_rank[item])[:count])
 
@@ -240,7 +238,6 @@ def test_chronos_offloads_what_lives_longest_as_far_as_the_link_has_time(link: i
 
 
 def under(cap: int, offload: bool) -> Plan:
-    """Return ChronosPipe's plan of a skewed batch under a cap."""
     costs = replace(costs_of(), host_us_per_byte=1 / 25_000, host_latency_us=10.0)
     return plan(Problem(LENGTHS, TWO_EACH, (cap,) * 4), costs, Options(planner="chronos", slices=6, offload=offload))
 

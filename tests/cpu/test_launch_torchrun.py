@@ -17,7 +17,6 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Runs the launcher with a stand-in for torchrun's own main."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     for name in ALLOCATOR:

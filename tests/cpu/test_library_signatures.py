@@ -110,12 +110,10 @@ RELEASES = [release for releases, _ in RECORD["torch.distributed.irecv"] for rel
 
 
 def parameters_of(name, release):
-    """Parameters of a function in a release; None if it has no such function."""
     return next((names for releases, names in RECORD.get(name, ()) if release in releases), None)
 
 
 def misfit(call, names):
-    """Why a call does not fit parameters; empty if it does."""
     by_position = [name.rstrip("=") for name in names if not name.startswith("*")]
     if call.positional > len(by_position):
         return f"{call.positional} arguments, of {len(by_position)}"

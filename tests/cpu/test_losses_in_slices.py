@@ -388,7 +388,6 @@ def of_random_model(loss):
 
 
 def in_float64(loss, leaves):
-    """The same leaves in float64, and as `formula` takes them."""
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     last = -1 if getattr(loss, "has_entropy", False) else 0
     return doubles, [(rows[0], rows[1 : 1 + TOP].t() if len(rows) > TOP else rows.t(), rows[last], rows[0]) for rows in doubles]
@@ -493,7 +492,6 @@ def test_settings_under_which_a_loss_is_none_are_refused(said):
 
 
 def own(name, call, *arguments, base=NextToken, **attributes):
-    """A loss of one's own, which calls this with its rows."""
     return type(name, (base,), {"__call__": lambda self, rows: call(rows), **attributes})(*arguments)
 
 

@@ -402,7 +402,6 @@ class MessageMemory:
 
     @contextmanager
     def watching(self, log):
-        """Note what links send, receive, and copy out of slots."""
         self.log = log
         send, wait = Links.send, Receive.wait
 

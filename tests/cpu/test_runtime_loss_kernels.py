@@ -170,8 +170,6 @@ def test_liger_names_what_it_cannot_do(case, reason):
 
 
 class Recorded:
-    """Takes launches as a Triton kernel does."""
-
     def __init__(self, names):
         self.arg_names, self.launches = names, []
 

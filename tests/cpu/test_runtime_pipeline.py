@@ -52,7 +52,6 @@ def expected(plan, dtype):
 
 
 def run(ranks, plan, dtype=torch.float32, **options):
-    """The results of all stages, in order."""
     if plan.num_ranks == 1:
         found = run_plan(0, None, plan, dtype, **options)
     else:

@@ -29,7 +29,6 @@ NEEDS_TE = "moonlight-16b-a3b"
 
 
 def small(flags: dict[str, Any]) -> list[str]:
-    """Flags of a model of the same kind, so small that it runs here."""
     bears = {name: value for name, value in flags.items() if name.startswith(_BEARS) and name not in _LEFT_OUT}
     sizes = {name: value for name, value in SMALL.items() if name in flags or name in ("ffn_hidden_size", "kv_channels")}
     if "kv_lora_rank" in flags:

@@ -33,7 +33,6 @@ FLAGS = shlex.split(
 
 
 def trained(*flags: object, begin: list[str] = PLANNED) -> str:
-    """Train on two ranks and return the output."""
     done = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *begin, *FLAGS, *flags)
     assert done.returncode == 0, done.output[-5000:]
     return done.output

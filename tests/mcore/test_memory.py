@@ -38,8 +38,6 @@ SCALARS_BYTES = 64
 
 @dataclass(frozen=True)
 class Report:
-    """Return a run's figures of its iterations, and the first iteration's plan."""
-
     iterations: list[dict[str, Any]]
     plan: Plan
 

@@ -52,7 +52,6 @@ def transformer(
     embedding: bool = False,
     loss: bool = False,
 ) -> SimpleNamespace:
-    """Megatron's settings for layers on two ranks."""
     return SimpleNamespace(
         pipeline_model_parallel_layout=None,
         pipeline_model_parallel_size=2,

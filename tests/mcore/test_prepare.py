@@ -193,7 +193,6 @@ def test_a_name_that_a_hub_may_have_is_looked_for_there_and_both_are_told(monkey
 
 @pytest.fixture(scope="module")
 def prepared(cats, tmp_path_factory):
-    """Documents as bytes, and as tokens of a model."""
     folder = tmp_path_factory.mktemp("prepared")
     lines = jsonl(folder / "in.jsonl", *({"text": "the cat sat on the mat"} for _ in range(30)))
     command("--input", lines, "--output-prefix", folder / "bytes")
@@ -246,7 +245,6 @@ def test_training_refuses_another_tokenizer_by_name(prepared, cats, tmp_path):
 
 @pytest.fixture
 def without_record(prepared, tmp_path):
-    """Documents as bytes, without the record of their tokenizer."""
     for suffix in (".bin", ".idx"):
         shutil.copy(prepared / f"bytes{suffix}", tmp_path / f"corpus{suffix}")
     return tmp_path / "corpus"

@@ -108,12 +108,10 @@ def test_conversations_as_sharegpt_has_them_are_read_and_a_line_says_so(encoder,
 
 
 def encoded(file, chat):
-    """The tokens and masks of the samples of a file."""
     return [(tokens.ids.tolist(), tokens.trained.tolist()) for _, tokens in chats([file], chat, None, ChatCounts())]
 
 
 def documents(prefix):
-    """The tokens and the mask of every document, as they are in the files."""
     data, mask = IndexedDataset(str(prefix)), np.fromfile(f"{prefix}.mask", np.uint8)
     ends = np.cumsum([0, *(len(data[i]) for i in range(len(data)))])
     assert len(mask) == ends[-1]
@@ -121,7 +119,6 @@ def documents(prefix):
 
 
 def trained_texts(prefix, encoder_of_text):
-    """The trained text of every document, in runs of tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder_of_text)
     found = []
     for ids, mask in documents(prefix):
@@ -183,7 +180,6 @@ PARTS = [{"role": role, "content": [{"type": "text", "text": text}]} for role, t
 
 
 def prepared(encoder, folder, template, *records, **settings):
-    """Prepare conversations, and return the summary."""
     chat = dataclasses.replace(chat_encoder(encoder, ["assistant"]), template=template, **settings)
     return prepare([jsonl(folder / "in.jsonl", *records)], folder / "corpus", encoder=encoder, chat=chat)
 

@@ -158,7 +158,6 @@ def arguments(*flags, processes=8, **values):
 
 
 def of(flags, **values):
-    """Arguments of 48 processes."""
     return arguments(*shlex.split(SIZES), *shlex.split(flags), processes=48, **values)
 
 
@@ -327,7 +326,6 @@ class Hybrid(torch.nn.Module):
 
 @pytest.fixture
 def hybrid(monkeypatch):
-    """A script's model, adopted where it is built."""
     from megatron.training import global_vars
 
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments())

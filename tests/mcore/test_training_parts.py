@@ -136,8 +136,6 @@ def test_forwards_of_a_layer_at_the_same_time_recompute_their_own_parts(monkeypa
 
 
 class Wrapped(torch.nn.Module):
-    """A model as Megatron's data parallelism wraps it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("tokens_per_expert", torch.tensor([1.0, 2.0]))

@@ -54,7 +54,6 @@ def fits(asked: Question) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_searches():
-    """Few layouts, and few plans of the best."""
     with pytest.MonkeyPatch.context() as patch:
         for name, count in {"SEARCHED": 2, "PLANNED": 4}.items():
             patch.setattr(configuration_search, name, count)
@@ -69,7 +68,6 @@ def _smallest_searches(monkeypatch):
 
 @pytest.fixture(scope="module")
 def tight():
-    """In memory that rules some configurations out."""
     return advise(question(cap_bytes=5 << 30))
 
 

@@ -76,8 +76,6 @@ def test_a_benchmark_runs_in_its_reduced_form_and_prints_its_report(
 
 
 def bench_of(results: dict[str, object], **more: Any) -> Bench[Any]:
-    """A benchmark whose cases have figures, or raise."""
-
     def row(args: Any, result: Any) -> dict[str, Any]:
         if isinstance(result, Exception):
             raise result

@@ -75,7 +75,6 @@ def test_a_module_that_is_missing_is_missing_as_ever(engine: str) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Settings with which plans were installed."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(megatron_epp, "install", lambda **given: found.append(given))
     return found

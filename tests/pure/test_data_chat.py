@@ -57,7 +57,6 @@ def rendered(messages, prompted):
 
 
 def sample_texts(encoder, messages=CHAT, options=None, counts=None):
-    """Of every sample the text, and the trained characters in runs."""
     found = []
     for ids, trained in encoder.encode(messages, options, counts):
         assert len(ids) == len(trained)
@@ -68,7 +67,6 @@ def sample_texts(encoder, messages=CHAT, options=None, counts=None):
 
 
 def trained_text(encoder, messages=CHAT, options=None, counts=None):
-    """The trained characters of a conversation that is one sample, in runs."""
     ((_, runs),) = sample_texts(encoder, messages, options, counts)
     return runs
 

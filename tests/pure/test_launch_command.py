@@ -101,7 +101,6 @@ def loaded(tmp_path, values, *overrides):
 
 
 def run_saved(settings, *drop):
-    """The saved command, where some variables are not set."""
     words = [word for name in drop for word in ("-u", name)]
     command = ["env", *words, "bash", "command.sh"]
     return subprocess.run(command, cwd=settings.folder, capture_output=True, text=True, check=False)

@@ -75,7 +75,6 @@ ERROR = InfeasibleError(
 
 
 def flags_of(name: str) -> dict[str, str]:
-    """Return the flags of a command by their settings."""
     (commands,) = (action for action in cli._parser()._actions if isinstance(action.choices, dict))
     return names_of(commands.choices[name])
 

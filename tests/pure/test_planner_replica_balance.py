@@ -28,7 +28,6 @@ def planned_us(problems):
 
 
 def alone(replicas):
-    """LockstepGroups of one."""
     return tuple((replica,) for replica in range(replicas))
 
 

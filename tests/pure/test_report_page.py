@@ -35,7 +35,6 @@ OPS = [each.op for each in operations()]
 
 
 def data_of(text):
-    """Return the data that a browser reads from a page."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
@@ -278,7 +277,6 @@ def events(made, phase):
 
 
 def threads(made):
-    """Names of the threads by (pid, tid)."""
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in events(made, "M") if e["name"] == "thread_name"}
 
 

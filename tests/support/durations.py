@@ -44,7 +44,6 @@ class Duration:
 
 @cache
 def recorded() -> dict[str, Duration]:
-    """Return durations by file, relative to `tests`."""
     return {name: Duration(**kept) for name, kept in json.loads(RECORDED.read_text()).items()} if RECORDED.exists() else {}
 
 

@@ -71,7 +71,6 @@ class Cluster:
         return done.stdout
 
     def state(self, job: str) -> str:
-        """``RUNNING``, ``PENDING``, ``COMPLETED``, ..."""
         words = dict(word.split("=", 1) for word in self.run("scontrol", "show", "job", "-o", job).split() if "=" in word)
         return words["JobState"]
 

@@ -128,7 +128,6 @@ def _refusal(read: Reader, path: Path) -> str:
 
 
 def fault_of(message: str, path: Path, form: Format) -> str:
-    """Return what a refusal lacks; empty if it lacks nothing."""
     if "\n" in message:
         return "it is more than a line"
     if not message.isprintable():
@@ -167,7 +166,6 @@ def command(*words: str, accepted: Sequence[int] = (0,)) -> Reader:
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """Yield a list of the warnings that the package logs meanwhile."""
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -182,7 +180,6 @@ def logged() -> Iterator[list[str]]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file in place of an earlier one, which may still be mapped."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 

@@ -103,7 +103,6 @@ def alone() -> None:
 
 @cache
 def encoder() -> Encoder:
-    """Return the encoder of a byte-level tokenizer with a chat template."""
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {text: number for number, text in enumerate(["<|im_start|>", "<|im_end|>", *sorted(alphabet)])}
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))

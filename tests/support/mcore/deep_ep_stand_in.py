@@ -212,7 +212,6 @@ def _assert_equal(value, group):
 
 
 def install():
-    """Have Megatron find these classes."""
     package, utils = (ModuleType(name) for name in _MODULES)
     package.__spec__ = ModuleSpec("deep_ep", None)
     package.Buffer, package.HybridEPBuffer = Buffer, HybridEPBuffer

@@ -9,7 +9,6 @@ FOLDER = "FIGURES_TO"
 
 
 def record_figures(figures: dict[str, Any]) -> None:
-    """Hand figures to the test that launched this process."""
     with Path(os.environ[FOLDER], f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps(figures) + "\n")
 

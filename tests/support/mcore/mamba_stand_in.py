@@ -100,7 +100,6 @@ def _repeat(x, pattern, g, n, r):
 
 
 def install():
-    """Have Megatron find these functions by their names."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
     ssm = "mamba_ssm.ops.triton"

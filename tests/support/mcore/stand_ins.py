@@ -49,7 +49,6 @@ class PlainAttention(MegatronModule):
 
 
 def _positions(count, rank, ranks):
-    """Positions of a rank's tokens in the sequence."""
     half = count // 2
     front, back = rank * half, (2 * ranks - 1 - rank) * half
     return torch.cat([torch.arange(front, front + half), torch.arange(back, back + half)]) if ranks > 1 else torch.arange(count)

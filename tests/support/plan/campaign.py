@@ -125,7 +125,6 @@ def is_slower_with_more(case: Case, plan: Plan) -> bool:
 
 
 def judged(case: Case, seed: int) -> tuple[bool, list[str]]:
-    """Return whether a seed's case is planned or refused, and the faults."""
     try:
         plans = plans_of(case)
     except EppError as error:

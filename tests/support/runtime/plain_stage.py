@@ -27,8 +27,6 @@ SCALE = CHANNELS**-0.5
 
 
 class RandomText(MemoryDataset):
-    """Sequences of random tokens, the same in every process."""
-
     def tokens(self, index, start=0, end=None):
         return np.random.default_rng(index).integers(VOCAB, size=self.lengths[index] + 1)[start:end]
 
@@ -85,15 +83,12 @@ def build_part(num_layers, stage, dtype=torch.float32):
 
 
 def linear(module, gradients, x):
-    """A linear layer that hands its weight's gradient to `gradients`."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return functional.linear(x, module.weight, module.bias)
     return gradients.linear(x, x, Linear(module.weight, lambda x, grad: grad.t() @ x)) + module.bias
 
 
 class NotedGradients(WeightGradients):
-    """Notes the chunks whose gradients it computes."""
-
     def __init__(self, calls):
         super().__init__()
         self.calls = calls

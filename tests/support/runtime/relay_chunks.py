@@ -103,7 +103,6 @@ class ChunkedLayer:
         return self.outputs[0, chunk]
 
     def backward(self, chunk):
-        """Run a chunk backward through every layer, last to first."""
         segments = self.plan.chunks[chunk].segments
         size = self.plan.padded_tokens(chunk), self.query_heads, self.value_channels
         weight = torch.zeros(size, dtype=self.weights[0].dtype)

@@ -458,7 +458,6 @@ SLEEP_S = 0.05
 
 
 def slow() -> None:
-    """Let the last rank become slow after costs were learnt."""
     loop = begin(UNEVEN[:4])
     import megatron_epp
     from megatron_epp.cost.kept import RECORDED, WARM_UP

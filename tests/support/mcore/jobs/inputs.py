@@ -148,8 +148,6 @@ def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 class Training(DataParallel):
-    """A model with a tower, and its samples."""
-
     def stepped(self) -> tuple[list[Tensor], list[tuple[list[Tensor], float]], list[Tensor]]:
         """Return weights before steps by Megatron's schedule, gradients and losses of each, and weights after them."""
         start, results = self.weights(), []
