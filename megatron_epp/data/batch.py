@@ -37,8 +37,7 @@ class SequenceDataset(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class AheadArrays:
+class AheadArrays(NamedTuple):
     """Inputs of multi-token prediction for a chunk: CPU tensors of shape ``[depth, padded tokens]``, or of a part of them.
 
     Depth ``d``, counted from 1, reads the token ``d`` positions ahead, and predicts the one after it. Behind the end of a
@@ -79,12 +78,11 @@ class LossArrays:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedTokens:
+class TrainedTokens(NamedTuple):
     """Inputs of a loss for the trained tokens of a chunk, among the tokens of one or all of the ranks that share it."""
 
     rows: torch.Tensor  # int64 ``[trained]``, their places among the tokens of these ranks, laid one after the other
-    count: torch.Tensor  # float32 ``[]``, this rank's part in the number by which the batch's loss is divided
+    counted: torch.Tensor  # float32 ``[]``, this rank's part in the number by which the batch's loss is divided
     # weights, sequence, group, columns: as in `LossArrays`, ``[trained]`` and ``[rows, trained]``
     weights: torch.Tensor
     sequence: torch.Tensor
@@ -111,8 +109,7 @@ class ChunkSpan:
         return self._payload_of()
 
 
-@dataclass(frozen=True, slots=True)
-class InputArrays:
+class InputArrays(NamedTuple):
     """Inputs of a caller's function for all tokens of a chunk, whatever ranks share them: CPU tensors, and its spans.
 
     Tokens and positions are int64, as in `ChunkArrays`; each column is float32 ``[padded tokens]`` or ``[padded tokens,
@@ -185,7 +182,7 @@ class ChunkArrays:
         """Return the part of the arrays of one of the ranks that share the chunk's tokens, without inputs of functions."""
         ahead = self.ahead
         if ahead is not None:
-            ahead = AheadArrays(*(joined(getattr(ahead, column.name), shard) for column in fields(AheadArrays)))
+            ahead = AheadArrays(*(joined(column, shard) for column in ahead))
         tokens, labels = joined(self.tokens, shard), joined(self.labels, shard)
         own = tokens, labels, joined(self.loss_mask, shard), joined(self.position_ids, shard), ahead
         return ChunkArrays(*own, routes=None if self.routes is None else joined(self.routes, shard))

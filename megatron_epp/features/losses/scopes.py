@@ -106,7 +106,7 @@ class ScopedLoss:
         part = _Part(context.chunk, context.table, seen.shape[1], seen.index_select(1, inputs.rows), inputs)
         self._waiting[context.chunk] = part
         together = context.loss_group or (context.chunk,)
-        none = inputs.count.new_zeros([])
+        none = inputs.counted.new_zeros([])
         loss, logged = none, dict.fromkeys(self.loss.logged, none)
         if all(chunk in self._waiting for chunk in together):
             parts = [self._waiting.pop(chunk) for chunk in together]
@@ -118,7 +118,7 @@ class ScopedLoss:
                 self._hand_out(parts, gradient)
             if self._group is not None and self._shared.rank:  # all ranks of the group have the same loss
                 loss, logged = none, dict.fromkeys(self.loss.logged, none)
-        sums = loss, inputs.count, *(logged[name] for name in self.loss.logged)
+        sums = loss, inputs.counted, *(logged[name] for name in self.loss.logged)
         return values, torch.stack([value.detach().float() for value in sums])
 
     def gradient(self, chunk: int) -> Tensor | None:

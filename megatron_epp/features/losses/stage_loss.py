@@ -52,7 +52,7 @@ class LossStage(MegatronStage):
             values = torch.cat([values, self.block_loss.more.float()])
         assert inputs.loss_mask is not None  # on the last stage
         output, sums = self.loss.forward(context, values, inputs.of_loss, inputs.loss_mask[0])
-        self._report(sums, inputs.of_loss.count.to(torch.int))
+        self._report(sums, inputs.of_loss.counted.to(torch.int))
         return output
 
     def start_of_backward(self, context: ChunkContext, output: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pkgutil import resolve_name
 
 import torch
 from megatron.core import mpu
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_epp.data.batch import (
     OF_TOKENS,
     AheadArrays,
     ChunkArrays,
     GlobalBatch,
-    InputArrays,
     InputColumns,
     LossColumns,
-    TrainedTokens,
 )
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import Action
@@ -108,65 +107,45 @@ class RankInputs:
         """
         positions = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]
         reads = self.reads_positions or self.rows_of is not None or replays
-        read = list(arrays) if reads else []
-        columns = [self._columns(each) for each in read]
-        sent = [column for each in columns for column in each if column is not None]
-        upload = self.uploader.begin([*positions, *sent])
+        columns, shape = tree_flatten([self._part(each) for each in arrays] if reads else [])
+        at = [number for number, column in enumerate(columns) if isinstance(column, Tensor)]
+        upload = self.uploader.begin([*positions, *(columns[number] for number in at)])
         ends, *received = upload.tensors
         for table, offsets in zip(tables, received, strict=False):
             table.take(self.uploader.device, offsets)
-        rest = iter(received[len(tables) :])
-        layers = () if self.of_inputs.routing is None else self.of_inputs.routing.layers
-        chunks = tuple(
-            _inputs_of([None if column is None else next(rest) for column in each], arrays_of.of_inputs, layers)
-            for arrays_of, each in zip(read, columns, strict=True)
-        )
-        return BatchInputs(upload, chunks, ends)
+        for number, column in zip(at, received[len(tables) :], strict=True):
+            columns[number] = column
+        return BatchInputs(upload, tuple(map(self._with_layers, tree_unflatten(columns, shape))), ends)
 
-    def _columns(self, arrays: ChunkArrays) -> tuple[Tensor | None, ...]:
-        own = arrays.part(self.context_parallel.shard(len(arrays.tokens)))
-        whole = () if arrays.of_inputs is None else _whole(arrays.of_inputs)
-        part, parts = self.sequence_part
-        tokens = (
-            None if own.routes is None else own.routes.chunk(parts, dim=-1)[part],
-            own.tokens[None] if self.reads_tokens else None,
-            _row(own.position_ids) if self.reads_positions else None,
+    def _part(self, arrays: ChunkArrays) -> ChunkInputs:
+        """Return what the rank's stages read of a chunk, on the CPU, with all layers' routes in one tensor."""
+        shard, (part, parts), whole = self.context_parallel.shard(len(arrays.tokens)), self.sequence_part, arrays.of_inputs
+        own = arrays.part(shard)
+        inputs = ChunkInputs(
+            tokens=own.tokens[None] if self.reads_tokens else None,
+            position_ids=_row(own.position_ids) if self.reads_positions else None,
+            of_inputs=whole and whole._replace(tokens=whole.tokens[None], position_ids=_row(whole.position_ids)),
+            routes=None if own.routes is None else own.routes.chunk(parts, dim=-1)[part],
         )
         if self.rows_of is None:
-            return (*tokens, None, None, None, *[None] * (_AHEAD + _OF_LOSS), *whole)
-        own_columns = (*tokens, own.labels[None], own.loss_mask[None], self.rows_of(own.loss_mask))
-        ahead = (
-            [None] * _AHEAD if own.ahead is None else [getattr(own.ahead, field.name)[:, None] for field in fields(own.ahead)]
-        )
-        if arrays.of_loss is None:
-            return (*own_columns, *ahead, *[None] * _OF_LOSS, *whole)
-        assert self.of_loss is not None  # whose inputs these are
-        shards = self.context_parallel.shards_of_loss(self.of_loss.scope, len(arrays.tokens))
-        trained = arrays.of_loss.of_trained(shards, self.context_parallel.shard(len(arrays.tokens)))
-        return (*own_columns, *ahead, *(getattr(trained, field.name) for field in fields(trained)), *whole)
+            return inputs
+        trained = None
+        if self.of_loss is not None and arrays.of_loss is not None:
+            shards = self.context_parallel.shards_of_loss(self.of_loss.scope, len(arrays.tokens))
+            trained = arrays.of_loss.of_trained(shards, shard)
+        ahead = own.ahead and AheadArrays(*(column[:, None] for column in own.ahead))
+        rows = self.rows_of(own.loss_mask)
+        return inputs._replace(labels=own.labels[None], loss_mask=own.loss_mask[None], rows=rows, ahead=ahead, of_loss=trained)
 
-
-_AHEAD, _OF_LOSS = len(fields(AheadArrays)), len(fields(TrainedTokens))
+    def _with_layers(self, inputs: ChunkInputs) -> ChunkInputs:
+        if inputs.routes is None or self.of_inputs.routing is None:
+            return inputs
+        return inputs._replace(routes=dict(zip(self.of_inputs.routing.layers, inputs.routes, strict=True)))
 
 
 def _row(position_ids: Tensor) -> Tensor:
     """Return positions ``[1, tokens]`` or ``[axes, 1, tokens]``, as Megatron's models take them."""
     return position_ids[..., None, :]
-
-
-def _whole(of_inputs: InputArrays) -> tuple[Tensor, ...]:
-    return of_inputs.tokens[None], _row(of_inputs.position_ids), *of_inputs.columns
-
-
-def _inputs_of(columns: list[Tensor | None], of_inputs: InputArrays | None, layers: Sequence[int]) -> ChunkInputs:
-    """Return a chunk's inputs, from its columns on the device, a caller's on the CPU, and the layers that routes are of."""
-    routes, tokens, position_ids, labels, loss_mask, rows, *more = columns
-    parts = more[:_AHEAD], more[_AHEAD : _AHEAD + _OF_LOSS], more[_AHEAD + _OF_LOSS :]
-    ahead, of_loss, whole = ([column for column in part if column is not None] for part in parts)
-    arrays = AheadArrays(*ahead) if ahead else None, TrainedTokens(*of_loss) if of_loss else None
-    of_all = None if of_inputs is None else InputArrays(whole[0], whole[1], tuple(whole[2:]), of_inputs.spans)
-    of_layers = None if routes is None else dict(zip(layers, routes, strict=True))
-    return ChunkInputs(tokens, position_ids, labels, loss_mask, rows, *arrays, of_all, of_layers)
 
 
 def rank_inputs(stages: Mapping[int, MegatronStage], rows_of: RowsOf | None = None) -> RankInputs:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
@@ -62,8 +62,7 @@ def forget_casts(model: Any) -> None:
             casts.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkInputs:
+class ChunkInputs(NamedTuple):
     """Inputs of a rank's stages for one chunk: this context-parallel rank's part, on the device. None where no stage reads it.
 
     Attributes:
@@ -73,7 +72,8 @@ class ChunkInputs:
         ahead: ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction.
         of_loss: inputs of a loss of the user's for the trained tokens that it gets.
         of_inputs: inputs of a caller's function that makes input rows, of all tokens of the chunk.
-        routes: int16 ``[experts per token, rows]`` by number of layer: what routers replay, for the rows that they get.
+        routes: int16 ``[experts per token, rows]`` by number of layer: what routers replay, for the rows that they get; of all
+            layers in one tensor while they are uploaded.
     """
 
     tokens: Tensor | None = None
@@ -84,7 +84,7 @@ class ChunkInputs:
     ahead: AheadArrays | None = None
     of_loss: TrainedTokens | None = None
     of_inputs: InputArrays | None = None
-    routes: Mapping[int, Tensor] | None = None
+    routes: Mapping[int, Tensor] | Tensor | None = None
 
     @property
     def output_share(self) -> float:
