@@ -44,7 +44,6 @@ class Executor:
         watchdog: ends the run when an action or a wait outlasts its limit.
         out_of_memory: describes an action of this plan and rank that an error has ended.
         handlers: of operations that `HANDLERS` has none for, collectives included, or in the place of one there.
-        program: this rank's part of the plan.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from megatron_epp.plan import Segment
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.lowered import executor_of
+from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 from tests.support.runtime.dense_attention import dense_attention
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
@@ -194,7 +195,8 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False, host=None)
         ActivationOffload(host, parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved,
         offload_handlers(plan, rank, stages, host, saved) as handlers,
     ):
-        executor_of(plan, rank, stages, links, handlers=weight_handlers(plan, stages) | handlers).run()
+        own = weight_handlers(plan, stages) | handlers
+        executor_of(plan, rank, stages, links, handlers=own, out_of_memory=OutOfMemoryReport().text).run()
     left = saved.live_bytes + sum(stage.kv_cache.num_bytes for stage in stages.values()) + host.held_bytes
     bytes_of = left, saved.peak_bytes, host.held_peak_bytes
     return {s: StageResult(stage.arrays(), stage.loss, stage.calls, *bytes_of) for s, stage in stages.items()}
