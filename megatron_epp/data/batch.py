@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
+from megatron_epp.plan.action import Action
 from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.plan import Plan
 
@@ -207,6 +208,7 @@ class GlobalBatch:
     planning_us: float = field(default=0.0, compare=False)  # time of planning, on the planning rank
     peak_items: dict[str, int] | None = field(default=None, compare=False)  # see `PackedPlan`
     plan_digest: str = field(default="", compare=False)
+    actions: tuple[Action, ...] = field(default=(), repr=False, compare=False)  # this rank's of the plan, lowered
     # What the plan's source has made of the batch for this rank, ahead of the iteration
     prepared: Any = field(default=None, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)

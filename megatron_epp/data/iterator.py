@@ -16,7 +16,6 @@ import numpy as np
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.trained_tokens import any_trained, trained_parts
 from megatron_epp.plan import Action, EppError
-from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.problem import Lengths, Spans, by_count
 from megatron_epp.port.packed import PackedPlans
 
@@ -118,10 +117,8 @@ class PlannedBatches(Iterator[GlobalBatch]):
     def restored(self, batch: GlobalBatch) -> GlobalBatch:
         """Return a batch that an earlier process has pickled, prepared for this rank. Raises what preparing raises."""
         assert self._source is not None
-        plan = batch.plan
-        assert plan is not None
         batch = replace(batch, dataset=self._dataset)
-        return replace(batch, prepared=self._source.prepare(batch, lower(plan)[self._source.rank]))
+        return replace(batch, prepared=self._source.prepare(batch, batch.actions))
 
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""
@@ -226,7 +223,8 @@ def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSo
             f"{_first_few(batch.lengths)}. All ranks need the same data files, seed, sequence length and batch size"
         )
     batch = replace(batch, plan=plan, plan_digest=own.plan_digest, planning_us=own.planning_us, peak_items=own.peak_items)
-    return _Prepared(replace(batch, prepared=source.prepare(batch, own.actions(source.rank))), own.division)
+    batch = replace(batch, actions=own.actions(source.rank))
+    return _Prepared(replace(batch, prepared=source.prepare(batch, batch.actions)), own.division)
 
 
 def _first_few(lengths: tuple[int, ...]) -> str:

@@ -144,6 +144,18 @@ FEATURES = (
         run=f"{_HERE}warm_up.kernel_warm_up:attention_warm_up",
     ),
     Feature(
+        "files of reports",
+        "times of 1 iteration or more, planned and measured, which `megatron-epp show` draws: docs/reading-a-plan.md",
+        wanted=lambda asked: getattr(asked.args, "epp_report_dir", None) is not None,
+        run=f"{_HERE}report_files.report_folder:report_folder",
+    ),
+    Feature(
+        "hint to other layers",
+        "1.10 times as fast as with even layers, where they are given: python -m scripts.bench.layouts",
+        wanted=lambda asked: not asked.whole and _by_plans(asked),
+        run=f"{_HERE}layer_hint.hint_of_batches:layer_hint",
+    ),
+    Feature(
         "learnt costs",
         "planned over measured time 0.96 to 0.98, by formula 0.73 to 0.80: docs/comparison.md; needed by whole microbatches",
         wanted=lambda asked: asked.whole or (_by_plans(asked) and asked.args.epp_costs == "learn"),

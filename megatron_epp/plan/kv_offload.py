@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk
 from megatron_epp.plan.plan import KVOffload, Plan
-from megatron_epp.plan.simulation import Timeline
+from megatron_epp.plan.simulation import Timeline, simulate
 
 MOST_PARTS = 4
 """Largest number of groups of heads of attention. Not measured: fewer heads at a time would leave a GPU idle at short slices,
@@ -72,6 +72,17 @@ def kv_offload_changes(
 def host_peaks(timeline: Timeline) -> tuple[int, ...]:
     """Peak host memory of each rank, in bytes."""
     return tuple(max(size for _, size in host_memory(timeline, rank)) for rank in range(timeline.plan.num_ranks))
+
+
+def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
+    """Peak host memory of each rank, in bytes.
+
+    Args:
+        timeline: of the plan; None to simulate it if it uses host memory.
+    """
+    if not plan.kv_offload and not any(plan.copies):
+        return [0] * plan.num_ranks
+    return list(host_peaks(timeline or simulate(plan)))
 
 
 def slices_of(plan: Plan) -> dict[int, list[int]]:

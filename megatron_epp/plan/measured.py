@@ -71,13 +71,13 @@ class Measured:
         return 1.0 - busy / total if total else 0.0
 
     @staticmethod
-    def of(plan: Plan, ranks: Iterable[Iterable[Sequence[Any]]], plan_digest: str = "") -> Measured:
-        """Make the measurement of a run of a plan, whose digest takes tens of milliseconds to compute for large ones.
+    def of(plan_digest: str, ranks: Iterable[Iterable[Sequence[Any]]]) -> Measured:
+        """Make the measurement of a run of a plan.
 
         Each action is its text, start and end in microseconds and, where known, its processor time.
         """
         events = (tuple(Event(Action.parse(text), *times) for text, *times in rank) for rank in ranks)
-        return Measured(plan_digest or digest(plan), tuple(events))
+        return Measured(plan_digest, tuple(events))
 
     def to_json(self) -> str:
         ranks = [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.simulation import Timeline, simulate
 from megatron_epp.plan.units import format_bytes
 
 
@@ -55,17 +53,6 @@ def offload_share(plan: Plan) -> float:
     """Mean share of activations offloaded between forward and backward, over stages and chunks."""
     shares = [share for row in plan.offload_share for share in row]
     return sum(shares) / len(shares) if shares else 0.0
-
-
-def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
-    """Peak host memory of each rank, in bytes.
-
-    Args:
-        timeline: of the plan; None to simulate it if it uses host memory.
-    """
-    if not plan.kv_offload and not any(plan.copies):
-        return [0] * plan.num_ranks
-    return list(host_peaks(timeline or simulate(plan)))
 
 
 def kv_offload_bytes(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Plans as messages between the processes of one training, which hold the lowered actions of every rank, too.
+"""Plans as messages between the processes of one training (`packing`), with the lowered actions of every rank.
 
 They are pickled: a rank reads its part in a tenth of the time that a plan file takes, and lowers nothing, which would keep the
 interpreter from launching kernels. A message is for the same version of this program, and from a process of the same training.
@@ -6,7 +6,6 @@ interpreter from launching kernels. A message is for the same version of this pr
 
 from __future__ import annotations
 
-import functools
 import pickle
 import zlib
 from collections.abc import Sequence
@@ -15,8 +14,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from megatron_epp.plan import Action, Chunk, Plan, PlanError, Segment
-from megatron_epp.plan.document import digest
-from megatron_epp.plan.lowering import lower
 
 
 class PackedPlan(NamedTuple):
@@ -31,11 +28,6 @@ class PackedPlan(NamedTuple):
     # Bytes by item of the fullest rank at its peak, of the first plan that a training runs; else None
     peak_items: dict[str, int] | None = None
 
-    @classmethod
-    def of(cls, plan: Plan, planning_us: float, share: tuple[int, ...], division: int = 0) -> PackedPlan:
-        """Lower and pack a plan. Raises `PlanError` if its order deadlocks."""
-        return cls(*_contents(plan), planning_us, share, division)
-
     def plan(self) -> Plan:
         plan: Plan = _unpacked(self.message)
         return plan
@@ -47,16 +39,6 @@ class PackedPlan(NamedTuple):
 
 PackedPlans = tuple[PackedPlan, ...]
 """Plans of the replicas of a group, in their order."""
-
-
-@functools.lru_cache(maxsize=4)
-def _contents(plan: Plan) -> tuple[bytes, str, tuple[bytes, ...]]:
-    """Return message, digest and rows of a plan, kept because consecutive batches of equal lengths often have equal plans."""
-    return _packed(plan), digest(plan), tuple(map(_packed, lower(plan)))
-
-
-def _packed(item: object) -> bytes:
-    return zlib.compress(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), level=1)
 
 
 def _unpacked(message: bytes) -> Any:

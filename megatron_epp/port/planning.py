@@ -7,12 +7,14 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_epp.cost.model import Costs
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem
 from megatron_epp.port.packed import MicrobatchLengths, PackedPlan, PackedPlans
 from megatron_epp.port.worker import EndedError, Worker
+
+if TYPE_CHECKING:
+    from megatron_epp.cost.model import Costs
 
 logger = logging.getLogger(__name__)
 

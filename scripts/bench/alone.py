@@ -27,6 +27,7 @@ from pathlib import Path
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.plan import Action, EppError, Plan
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.operations import is_compute
@@ -88,7 +89,7 @@ def replayed_us(plan: Plan, measured: Measured) -> float:
 
 def figures_of(plan: Plan, ranks: Sequence[Ran]) -> Figures:
     """Put the times of all ranks on a plan's dependencies: makespans, tokens per second by measured times, and peaks."""
-    measured = Measured.of(plan, [rank.events for rank in ranks])
+    measured = Measured.of(digest(plan), [rank.events for rank in ranks])
     measured_us = replayed_us(plan, measured)
     return {
         "planned_us": simulate(plan).makespan_us,
@@ -114,7 +115,7 @@ def planned(args: Namespace, way: str, model: Model, costs: PipelineCosts, probl
         measured = [*ran(plan_of_way, model, end_s)]
     if len(measured) < plan_of_way.num_ranks:
         return {"reason": f"{len(measured)} of {plan_of_way.num_ranks} ranks have run within {args.seconds:g} s"}
-    Measured.of(plan_of_way, [rank.events for rank in measured]).save(args.output / f"measured-{name}.json")
+    Measured.of(digest(plan_of_way), [rank.events for rank in measured]).save(args.output / f"measured-{name}.json")
     return figures_of(plan_of_way, measured)
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.contrib.demos.emulate import EmulatedRank, WaitingOffload, emulate, host_locks
+from megatron_epp.contrib.demos.emulate import emulate, host_locks
 from megatron_epp.plan import Action, EppError, Op
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.measured import Measured
@@ -113,14 +113,6 @@ def test_shards_of_the_vocabulary_wait_for_their_collectives(forward_only):
         forward, loss = events[Action(Op.F, 2, chunk)], events[Action(Op.N, 0, chunk)]
         assert min(start for start, _ in shards) >= forward[1] + spread[chunk] * (1 - 1e-6)
         assert loss[0] >= max(end for _, end in shards) + gather[chunk] * (1 - 1e-6)
-
-
-def test_a_backward_without_a_load_waits_for_nothing_and_copies_that_have_not_ended_are_named():
-    copies = WaitingOffload(EmulatedRank(offload(), 0, 1000.0), {})
-    copies.before_backward((0, 2))
-    assert copies.loaded_s == 0.0
-    with pytest.raises(EppError, match="copies have not ended: 0O0 0L0"):
-        copies.assert_empty()
 
 
 def test_links_that_ranks_share_have_a_lock_in_each_direction_and_others_none():

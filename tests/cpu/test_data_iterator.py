@@ -12,7 +12,7 @@ from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.problem import Lengths
-from megatron_epp.port.packed import PackedPlan
+from megatron_epp.port.packing import pack
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]
@@ -21,7 +21,7 @@ LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 def whole_sequences(batch):
     lengths = batch.lengths
     plan = plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
-    return (PackedPlan.of(plan, 1000.0 * len(lengths), tuple(range(len(lengths)))),)
+    return (pack(plan, 1000.0 * len(lengths), tuple(range(len(lengths)))),)
 
 
 def of_the_shares(*shares):
@@ -83,14 +83,6 @@ def test_a_sampler_draws_groups_of_sequences_whose_loss_is_computed_together():
         LENGTHS[1],
     ]
     assert second.part([4, 5, 6]).loss_groups == (2, 2, 2)
-    iterator.close()
-
-
-def test_without_a_planner_batches_have_no_plan():
-    iterator = batches(make_plan=None, mask_loss_of=3)
-    batch = next(iterator)
-    assert batch.plan is None
-    assert batch.mask_loss_of == 3
     iterator.close()
 
 

@@ -13,6 +13,7 @@ from megatron_epp.features.offload.activations import ActivationOffload
 from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.plan import Action, Op
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.trace import trace
 from megatron_epp.runtime.lowered import executor_of
@@ -56,7 +57,7 @@ def test_copies_are_recorded_between_their_forward_and_their_backward_and_drawn_
     at = {name: start for name, start, _, _ in events}
     for chunk in range(len(plan.chunks)):
         assert at[f"0F{chunk}"] < at[f"0O{chunk}"] < at[f"0L{chunk}"] < at[f"0B{chunk}"]
-    measured = Measured.of(plan, [events])
+    measured = Measured.of(digest(plan), [events])
     drawn = trace(plan, measured)["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in drawn if event["name"] == "thread_name"}
     tracks = {(names[event["tid"]], event["name"]) for event in drawn if event["ph"] == "X"}

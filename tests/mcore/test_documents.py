@@ -14,7 +14,7 @@ from megatron_epp.data.indexed_documents import LONG_DOCUMENTS
 from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset
 from megatron_epp.mcore.data.document_file import DocumentFile, check_mask
 from megatron_epp.mcore.data.documents import build_splits, check_files_of
-from megatron_epp.mcore.data.encoders import identity_of_run
+from megatron_epp.mcore.data.run_tokenizer import identity_of_run
 from megatron_epp.mcore.model.losses import report_of
 from megatron_epp.plan import Segment
 from megatron_epp.plan.errors import EppError
@@ -174,7 +174,6 @@ BREAKAGES = {
 
 
 def as_type(prefix, dtype, code, document=(1, 2, 3)):
-    """Write a document whose index has another type of as many bytes."""
     write_pair(prefix, [np.array(document)], dtype=dtype)
     overwrite(f"{prefix}.idx", 17, code)
 
@@ -304,7 +303,6 @@ def test_values_that_are_no_mask_are_refused_before_training_where_the_sample_ha
 
 
 def late_answers(prefix, begins_at=25, count=12, length=30):
-    """Documents of which only tokens from one on are trained."""
     write_pair(prefix, documents_of([length] * count))
     np.tile(np.arange(length) >= begins_at, count).astype(np.uint8).tofile(f"{prefix}.mask")
     return str(prefix)

@@ -10,10 +10,11 @@ from megatron.training import global_vars
 
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
+from megatron_epp.features.layer_hint.hint_of_batches import layer_hint, layout_words
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import base_run, loggers, sliced_run
-from megatron_epp.mcore.iteration.report import IterationReport, layout_words
-from megatron_epp.mcore.iteration.report_folder import Reports
+from megatron_epp.mcore.iteration.report import IterationReport
+from megatron_epp.mcore.iteration.report_thread import Reports
 from megatron_epp.mcore.start.run_start import settle
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.plan_figures import main_items
@@ -22,7 +23,6 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.memory.breakdown import peak_items
 from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.port.worker import WorkerError
-from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.tools.launch.short_log import is_shown
@@ -40,8 +40,6 @@ FLAGS = Namespace(tensor_model_parallel_size=1, context_parallel_size=1, sequenc
 
 
 class Recording:
-    """Stands for either writer."""
-
     def __init__(self):
         self.seen = {}
 
@@ -122,20 +120,16 @@ def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):
     assert "layers that keep everything" in line
 
 
-def reports(layers, **flags):
-    """A report of one iteration on stages with these layers, and what was planned."""
+def planned(layers):
     shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=128 * 1024)
     costs = analytic_costs(shape, CPU, layers)
-    made = plan(Problem((900, 200), (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4), costs)
-    run = Namespace(batches_seen=[], names=TRAINING, args=Namespace(**flags))
-    return IterationReport(run, Namespace(plan=made), 1, True, 0.0, Recorder()), made, costs
+    return plan(Problem((900, 200), (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4), costs), costs
 
 
 def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewer_ranks_waiting():
-    report, made, costs = reports([2] * 4, moe_layer_freq=1)
-    told = []
-    for _ in range(20):
-        told.append(report._hint(made, costs))
+    made, costs = planned([2] * 4)
+    hint = layer_hint(Namespace(names=TRAINING, args=Namespace(moe_layer_freq=1)))
+    told = [hint.hint(made, costs) for _ in range(20)]
     assert [number for number, text in enumerate(told) if text] == [9]
     assert told[9] == spread.advice(costs, made.placement, made.lengths * 10, partial(layout_words, 0))
     assert "--pipeline-model-parallel-layout 'Et" in told[9]
@@ -145,8 +139,7 @@ def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewe
     "flags", [{"hybrid_layer_pattern": "*-*-"}, {"hybrid_override_pattern": "*-*-"}, {"moe_layer_freq": [0, 1]}]
 )
 def test_nothing_is_told_of_layers_that_differ_from_each_other(flags):
-    report, made, costs = reports([2] * 4, **flags)
-    assert not any(report._hint(made, costs) for _ in range(20))
+    assert layer_hint(Namespace(names=TRAINING, args=Namespace(**flags))) is None
 
 
 def test_a_batch_that_cannot_be_planned_is_named_in_the_error():

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.mcore.iteration.report_folder import LINES, Log, ReportFolder, Reports
+from megatron_epp.features.report_files.report_folder import LINES, ReportFolder
+from megatron_epp.mcore.iteration.report_thread import Log, Reports
 from megatron_epp.runtime import side_thread
 from megatron_epp.runtime.side_thread import complete_at_end
 from tests.support.failing_disk import swept
@@ -105,7 +106,7 @@ def test_diagnostics_take_no_memory_for_tensors_so_that_none_can_be_missing(tmp_
 def written(folder: ReportFolder, iterations: range) -> None:
     made = sliced_plan(num_ranks=2, slices=2, batched=1)
     for iteration in iterations:
-        folder.write(iteration, {"iteration": iteration}, made, measured_run(made))
+        folder.report({"iteration": iteration}, made, measured_run(made))
 
 
 def test_every_iteration_is_a_line_and_those_asked_for_are_traced(tmp_path: Path):

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_epp.mcore.arguments.flag import AMOUNT
+from megatron_epp.plan.document import digest
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.proof import check
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     scale = args.time_scale or (_USUAL_S * 1e6 / simulated_us if simulated_us else 1.0)
     time_s = simulated_us * scale / 1e6
     with progress(f"emulating {plan.num_ranks} ranks for {time_s:.0f} s"):
-        measured = Measured.of(plan, emulate(plan, scale, timeout_s=60 + 5 * plan.num_ranks + 3 * time_s))
+        measured = Measured.of(digest(plan), emulate(plan, scale, timeout_s=60 + 5 * plan.num_ranks + 3 * time_s))
     if args.output:
         measured.save(Path(args.output))
     say(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from megatron_epp.cost.kept import RECORDED, WARM_UP, KeptCosts
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import span_work_of
 from megatron_epp.features.learnt_costs.learner import Learner, deviation, fitted_costs, size_of, untold
 from megatron_epp.features.learnt_costs.learnt import fingerprint, keep, resumed, with_times
 from megatron_epp.features.learnt_costs.timed import Learnt
 from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import EppError, Plan
-from megatron_epp.plan.problem import Problem
+from megatron_epp.plan.problem import Problem, Spans
 from megatron_epp.port.packed import PackedPlans
 from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
@@ -101,12 +102,19 @@ class CostLearning(RunFeature):
             self.learner.skip()
         else:
             self._plan = plan if is_recording else self._plan
-            known = measured() if is_recording else {}
+            known = self._known(plan, **measured()) if is_recording else {}
             self._added = self._thread.submit(partial(self._add, plan, recorder if is_recording else None, known))
         if self.is_done:
             if self._added is not None:
                 self._added.result()
             self._fit()
+
+    def _known(self, plan: Plan, spans: Sequence[Spans] = (), **known: Any) -> dict[str, Any]:
+        """Return keywords of `Learner.add`: in place of spans, tokens that take the first stage as long as a chunk's."""
+        if spans:
+            layers = max(1, self._run.costs.num_layers[0])
+            known["span_tokens"] = lambda chunk: span_work_of(plan.chunks[chunk], spans) / layers
+        return known
 
     def _add(self, plan: Plan, recorder: Recorder | None, measured: Mapping[str, Any]) -> None:
         """Record an iteration. On a GPU this waits for the device."""

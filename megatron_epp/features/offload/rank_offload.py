@@ -25,6 +25,8 @@ from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Op, Plan, Recompute
+from megatron_epp.plan.kv_offload import host_peak_bytes
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.runtime.executor import Handler
 from megatron_epp.runtime.links.objects import from_each_of_job
@@ -83,6 +85,10 @@ class RankOffload(RunFeature):
     ) -> AbstractContextManager[Mapping[Op, Handler]]:
         assert self.host is not None  # since `settled`
         return offload_handlers(plan, self._run.rank, self._run.stages, self.host, self._offload, handlers)
+
+    def report(self, line: dict[str, Any], plan: Plan | None, measured: Measured | None) -> None:
+        if plan is not None:
+            line["planned_host_peak_bytes"] = host_peak_bytes(plan)
 
     @property
     def figures(self) -> Mapping[str, Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_epp.data.token_record import Tokenizer, digest_of, is_of_hub, missing_tokenizer
+from megatron_epp.data.token_record import Tokenizer, is_of_hub, missing_tokenizer
 from megatron_epp.mcore import features
+from megatron_epp.mcore.data.run_tokenizer import identity_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming_file, one_line, read_text
 
@@ -99,24 +99,3 @@ def chat_encoder(
     from megatron_epp.data.chat import ChatEncoder
 
     return ChatEncoder(encoder.apply_template, template, tuple(roles), turns, encoder.decode, encoder.stops)
-
-
-def identity_of(tokenizer: Any, options: Any) -> Tokenizer:
-    """Return the properties by which tokenizers differ; options are a ``TokenizerConfig`` or parsed arguments."""
-    try:
-        eod = tokenizer.eod
-    except (AttributeError, NotImplementedError):
-        eod = None
-    if eod is not None and eod < 0:
-        eod = None
-    model = getattr(options, "tokenizer_model", None) or getattr(options, "vocab_file", None)
-    vocab_size = max(tokenizer.vocab_size, 1 + (eod or 0))
-    return Tokenizer(str(options.tokenizer_type), model, vocab_size, eod, digest_of(tokenizer.tokenize))
-
-
-def identity_of_run(args: Namespace) -> Tokenizer:
-    """Return the identity of the tokenizer that Megatron has built for this run, or would build."""
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training import global_vars
-
-    return identity_of(global_vars._GLOBAL_TOKENIZER or build_tokenizer(args), args)

@@ -13,7 +13,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_epp.data.token_record import check_ids
+from megatron_epp.data.token_record import Tokenizer, check_ids
+from megatron_epp.mcore.data.document_file import DocumentFile, check_mask_size, check_pair, check_tokens, refuse_mask
+from megatron_epp.mcore.data.documents import SPLITS, Shuffled, check_record, no_documents, prefixes_of, wanted_splits
 
 _KEPT = 256
 """Samples of a dataset that are kept after they are read: chunks and replicas read a sample in several parts."""
@@ -50,15 +52,29 @@ class StreamDataset:
         return ids, mask
 
 
-def build_streams(
-    args: Namespace, num_samples: Sequence[int], vocab_size: int, names: Sequence[str]
-) -> list[StreamDataset | None]:
-    """Build the samples of the splits on every rank, as Megatron's script does on ranks that read data."""
+def build(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, train_tokens: int) -> list[Shuffled | None]:
+    """Build the samples of the splits on every rank, in Megatron's order; their files are checked like all others."""
+    for prefix in dict.fromkeys(prefixes_of(args)):
+        refuse_mask(prefix)
+        check_tokens(DocumentFile(prefix, args.mmap_bin_files), tokenizer, masks_eod=args.eod_mask_loss)
     # A mask has as many values as pairs of tokens; attention here is causal without one.
     without_masks = Namespace(**vars(args) | {"create_attention_mask_in_dataloader": False})
     datasets = build_gpt_datasets(without_masks, list(num_samples), lambda: True)  # all ranks need the lengths
-    splits = zip(datasets, names, strict=True)
-    return [None if dataset is None else StreamDataset(dataset, args.seq_length, vocab_size, name) for dataset, name in splits]
+    splits = list[Shuffled | None]()
+    for name, samples, is_wanted in zip(SPLITS, datasets, wanted_splits(args), strict=True):
+        split = None if samples is None else StreamDataset(samples, args.seq_length, tokenizer.vocab_size, name)
+        if is_wanted and name != "test" and not split:
+            raise no_documents(args, name, of_split=args.data_path is not None)
+        splits.append((split, False) if is_wanted and split else None)
+    return splits
+
+
+def check_files(args: Namespace) -> None:
+    for prefix in prefixes_of(args):
+        check_pair(prefix)
+        check_mask_size(prefix)
+        refuse_mask(prefix)
+        check_record(args, prefix)
 
 
 def build_gpt_datasets(args: Namespace, num_samples: list[int], is_wanted_here: Callable[[], bool]) -> tuple[Any, Any, Any]:

@@ -7,7 +7,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron_epp.mcore.arguments.layout import placement_of
 from megatron_epp.mcore.arguments.table import TRAINING, names_of
 from megatron_epp.mcore.iteration.loggers import Totals
 from megatron_epp.mcore.iteration.reduction import process_groups
-from megatron_epp.mcore.iteration.report_folder import ReportFolder, Reports
+from megatron_epp.mcore.iteration.report_thread import Reports
 from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.errors import Names
@@ -88,7 +87,6 @@ class Run:
     plan_wait_us = 0.0
     peak_text = ""
     """Line with the peaks of the first plan and the parts of the highest, until it is logged."""
-    report_folder: ReportFolder | None = None
 
     names: Names = TRAINING
     """Names of settings, in errors and logs, for who started the run."""
@@ -107,13 +105,10 @@ class Run:
         self.stages = {}
         self.run_id = made_by_first(lambda: _hold_folders(args))
         self.iteration: int = args.iteration
-        self.batches_seen: list[tuple[int, ...]] = []
         self.totals = Totals()
         """Sums over the logged iterations, on the last rank."""
         self.reports = Reports()
         _runs.add(self)
-        if dist.get_rank() == 0 and args.epp_report_dir is not None:
-            self.report_folder = ReportFolder(Path(args.epp_report_dir), self.run_id, args.epp_trace or ())
 
     @property
     def own_ranks(self) -> list[int]:

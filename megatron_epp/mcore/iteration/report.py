@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost import balance as spread
-from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import loggers
 from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.device_inputs import BatchInputs
 from megatron_epp.mcore.iteration.replay import is_replay
-from megatron_epp.mcore.iteration.report_folder import ReplicaFigures
-from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
+from megatron_epp.mcore.iteration.report_thread import ReplicaFigures
 from megatron_epp.plan import Plan
-from megatron_epp.plan.layout import layout_flag
 from megatron_epp.plan.measured import Measured
-from megatron_epp.plan.plan_figures import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
+from megatron_epp.plan.plan_figures import copies_us, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.plan.problem import imbalance
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.links.objects import gathered_by
 from megatron_epp.runtime.memory_use import device_peak, device_retries
 from megatron_epp.runtime.recorder import Recorder, elapsed_us, mark
 
-_BATCHES = 10
-"""Number of logged iterations whose lengths are taken as typical of the run. Not measured."""
-
-
-def layout_words(predictions: int, layers: Sequence[int]) -> str:
-    """Format the flag that gives every stage its number of layers, and the last so many of multi-token prediction."""
-    return f"--pipeline-model-parallel-layout '{layout_flag(layers, predictions)}'"
+if TYPE_CHECKING:
+    from megatron_epp.cost.model import PipelineCosts
 
 
 class ReportedBatch(Protocol):
@@ -76,7 +67,8 @@ class IterationReport:
     collects: bool
     start: Any
     recorder: Recorder
-    tracker: SavedTensorTracker = field(default_factory=SavedTensorTracker)
+    saved: SavedTensors | None = None
+    """Tensors that stages keep for backward; None if they are not counted."""
 
     @staticmethod
     def begin(run: Run, batch: ReportedBatch, forward_only: bool) -> IterationReport:
@@ -101,7 +93,7 @@ class IterationReport:
             return sum(stage.kv_cache.num_bytes for stage in stages) + sum(feature.num_bytes for feature in run.features)
 
         parameters = [*chain.from_iterable(stage.parameters for stage in stages), uploaded]
-        self.tracker = SavedTensorTracker(run.counting(plan, parameters, run.args.epp_measure_memory, other_bytes))
+        self.saved = run.counting(plan, parameters, run.args.epp_measure_memory, other_bytes)
 
     def log_previous_and_begin(self, loss: torch.Tensor | None) -> None:
         """Log the iteration before, whose report has been made meanwhile, and have a thread begin this iteration's report.
@@ -115,7 +107,7 @@ class IterationReport:
             if self.collects:
                 figures = {
                     "wait_us": self.recorder.wait_us,
-                    "peak": self.tracker.peak_bytes,
+                    "peak": None if self.saved is None else self.saved.peak_bytes,
                     "device_peak": device_peak(),
                     "retries": device_retries(),
                     "plan_wait_us": run.plan_wait_us,
@@ -153,15 +145,15 @@ class IterationReport:
             return None
         measured = None
         if plan is not None:
-            measured = Measured.of(plan, (entry["events"] for entry in ranks), self.batch.plan_digest)
+            measured = Measured.of(self.batch.plan_digest, (entry["events"] for entry in ranks))
         line = self._line(ranks, measured)
-        if run.report_folder is not None:
-            run.report_folder.write(self.iteration, line, plan, measured)
+        for feature in run.features:
+            feature.report(line, plan, measured)
         if not is_logged or dist.get_rank() != last:
             return None
         hint = ""
-        if run.makes_chunks and plan is not None and costs is not None and self.iteration % run.args.log_interval == 0:
-            hint = self._hint(plan, costs)
+        if plan is not None and costs is not None and self.iteration % run.args.log_interval == 0:
+            hint = next(filter(None, (feature.hint(plan, costs) for feature in run.features)), "")
         log = partial(self._log, line, hint)
         if run.names is TRAINING:
             return log
@@ -203,19 +195,6 @@ class IterationReport:
         if loggers.is_written(args, self.iteration):
             loggers.write(line)
 
-    def _hint(self, plan: Plan, costs: PipelineCosts) -> str:
-        """Return a hint, once, if other layers per stage, all equal, would have reduced waiting in the first iterations."""
-        run = self.run
-        if len(run.batches_seen) == _BATCHES or run.names is not TRAINING:
-            return ""
-        if hybrid_pattern(run.args) or getattr(run.args, "moe_layer_freq", 1) != 1:
-            return ""
-        run.batches_seen.append(plan.lengths)
-        if len(run.batches_seen) < _BATCHES:
-            return ""
-        words = partial(layout_words, getattr(run.args, "mtp_num_layers", None) or 0)
-        return spread.advice(costs, plan.placement, list(chain.from_iterable(run.batches_seen)), words) or ""
-
 
 def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
     padded = sum(plan.padded_tokens(c) for c in range(len(plan.chunks)))
@@ -232,7 +211,7 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
         "copies_us": copies_us(plan),
         "offload_share": offload_share(plan),
         "kv_offload_bytes": kv_offload_bytes(plan),
-        "planned_host_peak_bytes": host_peak_bytes(plan),
+        "planned_host_peak_bytes": [0] * plan.num_ranks,
         "padding_share": 1 - plan.num_tokens / padded,
     }
 

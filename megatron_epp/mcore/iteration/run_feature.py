@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron_epp.cost.model import PipelineCosts
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.plan import Op, Plan
+    from megatron_epp.plan.measured import Measured
     from megatron_epp.port.planning import BatchPlanner
     from megatron_epp.runtime.autograd.saved import SavedTensors
     from megatron_epp.runtime.recorder import Recorder
@@ -71,8 +72,15 @@ class RunFeature:
     def after(self, plan: Plan | None, recorder: Recorder, measured: Callable[[], Mapping[str, Any]]) -> None:
         """Follow a training iteration, whose plan is None if this rank had nothing to run.
 
-        `measured` returns what the run knows of it besides the recorder's times, as keywords of `Learner.add`.
+        `measured` returns what the run knows of it besides the recorder's times: keywords of `Learner.add`, and spans.
         """
+
+    def report(self, line: dict[str, Any], plan: Plan | None, measured: Measured | None) -> None:
+        """Add figures to the line of an iteration's report, or write it; in the thread of reports, on ranks that read them."""
+
+    def hint(self, plan: Plan, costs: PipelineCosts) -> str:
+        """Return advice to log with an iteration; empty without any."""
+        return ""
 
     def close(self) -> None:
         """End the feature's work with the run."""

@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.work import span_work_of
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
 from megatron_epp.mcore import early_planning
@@ -29,6 +27,9 @@ from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner, Planning
 from megatron_epp.runtime.links.objects import ObjectGroup
 from megatron_epp.runtime.memory_use import possible_on_device
 from megatron_epp.runtime.recorder import Recorder
+
+if TYPE_CHECKING:
+    from megatron_epp.cost.model import PipelineCosts
 
 logger = logging.getLogger(__name__)
 
@@ -85,17 +86,11 @@ class SlicedRun(Run):
                 feature.after(batch.plan, recorder, partial(self._measured, batch))
 
     def _measured(self, batch: GlobalBatch) -> dict[str, Any]:
-        """Return, as functions of chunks, the share of tokens that pass the output layer, and the tokens that take the first
-        stage as long as a chunk's spans; None where there is no output layer, or are no spans.
-        """
-        plan, last, inputs = batch.plan, self.stages.get(self.placement.num_stages - 1), batch.prepared.inputs
-        assert plan is not None
+        """Return the share of chunks' tokens that pass the output layer, None without one, and the spans of sequences."""
+        last, inputs = self.stages.get(self.placement.num_stages - 1), batch.prepared.inputs
         has_output = (last is not None and last.has_loss) or any(feature.rows_of for feature in self.features)
-        spans, layers = spans_of(batch.dataset, batch.indices), max(1, self.costs.num_layers[0])
-        return {
-            "output_share": (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None,
-            "span_tokens": (lambda chunk: span_work_of(plan.chunks[chunk], spans) / layers) if spans else None,
-        }
+        share = (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None
+        return {"output_share": share, "spans": spans_of(batch.dataset, batch.indices)}
 
     def ask(self, name: str, *args: Any) -> Any:
         assert self.process is not None  # the first rank has one

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_epp.plan.chunk import Segment
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.grid import to_grid
+from megatron_epp.plan.kv_offload import host_peak_bytes
 from megatron_epp.plan.measured import COMPUTE, Measured, measured_boxes, planned_boxes
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.plan import Plan, is_unlimited
@@ -19,7 +20,6 @@ from megatron_epp.plan.plan_figures import (
     bubble_fraction,
     busy_us,
     copies_us,
-    host_peak_bytes,
     is_calibrated,
     kv_offload_bytes,
     recompute_share,

@@ -34,7 +34,6 @@ RUNS = {
 
 
 def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Run everything, or only what is named, each on a number of random batches."""
     common = [*flags_of(folder, 1, CONTEXT, 8), "--num-layers", "8", *shlex.split(OPTIONS)]
     from megatron_epp.mcore.iteration import run_plan as schedule
     from scripts.parity.cells import MODELS
@@ -112,7 +111,8 @@ def of_batches(executor, batches):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(lines))
 
-    from megatron_epp.plan.plan_figures import host_peak_bytes, offload_share
+    from megatron_epp.plan.kv_offload import host_peak_bytes
+    from megatron_epp.plan.plan_figures import offload_share
 
     return OfBatches
 

@@ -1,32 +1,19 @@
-"""Reports of iterations: a thread that makes them, and the folder that they are written to (`--epp-report-dir`)."""
+"""Reports of iterations: a thread that makes them, and what last ranks have for them."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.plan import Plan, PlanError
-from megatron_epp.plan.measured import Measured
-from megatron_epp.plan.serialize import save
-from megatron_epp.plan.writing import append_line
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, from_each_of_job
 from megatron_epp.runtime.side_thread import SideThread
 
-logger = logging.getLogger(__name__)
-
-LINES = "iterations.jsonl"
-"""File with a line for every iteration."""
 Log = Callable[[], None]
 """Function that writes a report's lines to Megatron's log and the loggers."""
 
@@ -89,49 +76,3 @@ class Reports:
 def _on_stream(stream: torch.cuda.Stream | None, work: Callable[[], Log | None]) -> Log | None:
     with torch.cuda.stream(stream):
         return work()
-
-
-@dataclass(slots=True)
-class ReportFolder:
-    """Folder of the first rank's reports: a line for every iteration, and plan, times and trace of the `traced` ones.
-
-    It is made for the first file. What cannot be written is logged once and left out: a full disk or memory must not end a
-    training. `run` identifies the run in lines.
-    """
-
-    path: Path
-    run: str
-    traced: Sequence[int] = ()
-    _told: set[str] = field(default_factory=set)
-
-    def write(self, iteration: int, line: Mapping[str, Any], plan: Plan | None, measured: Measured | None) -> None:
-        """Append the iteration's line, and write its plan, times and trace if they are asked for."""
-        with self._going_on("the folder"):
-            self.path.mkdir(parents=True, exist_ok=True)
-        if plan is not None and measured is not None and iteration in self.traced:
-            from megatron_epp.plan.trace import save_trace  # which few trainings need
-
-            number = f"-{iteration}" if len(self.traced) > 1 else ""
-            with self._going_on("plan, times and trace"):
-                save(plan, self.path / f"plan{number}.json")
-                measured.save(self.path / f"measured{number}.json")
-                save_trace(plan, self.path / f"trace{number}.json", measured)
-                logger.info(
-                    "wrote the plan, the times and a trace (ui.perfetto.dev) of iteration %d to %s", iteration, self.path
-                )
-                logger.info("megatron-epp show %s -o page.html makes a page of them", self.path)
-        with self._going_on(LINES):
-            append_line(self.path / LINES, json.dumps({"run": self.run, **line}))
-
-    @contextlib.contextmanager
-    def _going_on(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, PlanError, MemoryError) as error:
-            if what not in self._told:
-                self._told.add(what)
-                if isinstance(error, MemoryError):
-                    said = f"{self.path}: no memory left"
-                else:
-                    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-                logger.warning("a report cannot be written (%s); training goes on without it", said)

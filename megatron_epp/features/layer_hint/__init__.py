@@ -1,0 +1,1 @@
+"""A hint to other layers per stage, where even ones keep ranks waiting."""
