@@ -131,7 +131,7 @@ OPENINGS = (
 
 
 class Orders(NamedTuple):
-    """What a search tries of orders on a kind of placement.
+    """Orders that a search tries on a kind of placement, and values that go with them.
 
     Attributes:
         reaches: by name; a search begins with `first_reach`.

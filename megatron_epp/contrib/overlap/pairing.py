@@ -39,11 +39,10 @@ FINISHED_CANDIDATES = 8
 
 
 def finish(candidates: Candidates, best: Candidate) -> Candidate:
-    """Join actions of the fastest candidates where that is faster."""
-    # `overlapped` makes its own tables: without the room that messages needed before, its plan would lack it again.
+    """Join actions of the fastest candidates where that is faster, with the room that messages needed before."""
     problem = candidates.replicas.with_room(candidates.room_of(best)).problems[0]
-    fastest = [best, *(candidate for candidate in candidates.fitting()[:FINISHED_CANDIDATES] if candidate is not best)]
-    decisions = [candidate.decisions[0] for candidate in fastest]
+    others = (candidate for candidate in candidates.fitting()[:FINISHED_CANDIDATES] if candidate is not best)
+    decisions = [candidate.decisions[0] for candidate in (best, *others)]
     return replace(best, decisions=(overlapped(decisions, problem, candidates.replicas.costs, candidates.options),))
 
 

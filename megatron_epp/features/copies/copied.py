@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from operator import attrgetter
 
-from megatron_epp.cost.model import Costs
 from megatron_epp.features.copies.ahead import fit_ahead, longest_lived_shares
 from megatron_epp.features.copies.fit_copies import fit_offload
 from megatron_epp.plan import Action, Chunk
@@ -169,11 +168,14 @@ def choices(replicas: Replicas, order: Order, tables: Sequence[Tables], table: A
 
 def host_room(replicas: Replicas, order: Order, table: Aligned, pairs: tuple[Pairs, ...]) -> list[list[int]]:
     """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few."""
-    every = zip(table.chunks, replicas.problems, pairs, strict=True)
-    return [
-        [problem.host_cap_bytes - size for size in kv_offload_host_bytes(order, chunks, problem, replicas.costs, mine)]
-        for chunks, problem, mine in every
-    ]
+    rooms = []
+    for chunks, problem, mine in zip(table.chunks, replicas.problems, pairs, strict=True):
+        entries, changes = kv_offload_entries(chunks, problem, replicas.costs, mine), Counter[tuple[Action, bool]]()
+        for action, at_end, size in kv_offload_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):
+            changes[action, at_end] += size
+        rows = (accumulate((changes[each] for each in product(row, (False, True))), initial=0) for row in order)
+        rooms.append([problem.host_cap_bytes - max(row) for row in rows])
+    return rooms
 
 
 def above_caps(replicas: Replicas, by_replica: Sequence[Decisions], tables: Sequence[Tables]) -> list[int]:
@@ -212,16 +214,6 @@ def _choices(
         above = [rank for rank, peak in enumerate(least_peaks(codes, now)) if peak > caps[rank]]
         count *= 2
     return needed, needed.union(*(sizes[rank] for rank, peak in enumerate(recomputing) if peak > caps[rank]))
-
-
-def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
-    """Compute the most bytes that every rank has in host memory by KV offload. Arguments as in `kv_offload_entries`."""
-    entries = kv_offload_entries(chunks, problem, costs, pairs)
-    changes: Counter[tuple[Action, bool]] = Counter()
-    for action, at_end, size in kv_offload_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):
-        changes[action, at_end] += size
-    rows = (accumulate((changes[each] for each in product(row, (False, True))), initial=0) for row in order)
-    return list(map(max, rows))
 
 
 def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
