@@ -42,6 +42,8 @@ class Feature:
         orders: from a problem to the orders that a search tries (`planner.settings.Orders`).
         candidates: candidates (`planner.candidates`) with copies, if a recipe has some.
         search: walks on behind a search, from its candidates, its best and the fastest free of caps.
+        split: splits weight gradients off an order (`planner.orders.completion.Splitting`).
+        finish: from candidates and the best of them to one no slower; not where replicas run in lockstep.
         fit: from an order, the same with whole backwards, tables and a problem to copies under the caps, or None.
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
     """
@@ -58,6 +60,8 @@ class Feature:
     candidates: str = ""
     search: str = ""
     fit: str = ""
+    split: str = ""
+    finish: str = ""
 
 
 def _joins(args: Namespace) -> bool:
@@ -100,6 +104,8 @@ FEATURES = (
         adopt=f"{_HERE}split_weights.linear_layers:split_weight_gradients",
         built=f"{_HERE}split_weights.linear_layers:split_built",
         run=f"{_HERE}split_weights.linear_layers:SplitWeights",
+        planned=lambda problem, options: options.split_weight,
+        split=f"{_HERE}split_weights.split_orders:with_split_weights",
     ),
     Feature(
         "offload",
@@ -112,10 +118,18 @@ FEATURES = (
         fit=f"{_HERE}copies.fit_copies:copied_to_fit",
     ),
     Feature(
+        "local search",
+        "5 % less time for a plan of few chunks: tests/pure/test_planner_quality.py",
+        planned=lambda problem, options: options.steps != 0,
+        finish=f"{_HERE}local_search.improvement:finish",
+    ),
+    Feature(
         "steps of two actions",
         "17 % less time at TP 8, 3 % at TP 2, by formula: docs/schedules.md, stp",
         wanted=lambda asked: getattr(asked.args, "epp_overlap_exchanges", False) or _joins(asked.args),
         run="megatron_epp.contrib.overlap.exchanges:Overlap",
+        planned=lambda problem, options: options.overlap_exchanges,
+        finish="megatron_epp.contrib.overlap.pairing:finish",
     ),
     Feature(
         "exchange buffers",
@@ -171,7 +185,7 @@ def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
 
 
 def plan_targets(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a kind (`orders`, `candidates`, `search`, `fit`) of the features that a planner is asked for."""
+    """Yield the functions of a kind (`orders` to `finish`) of the features that a planner is asked for."""
     for feature in FEATURES:
         if (target := getattr(feature, kind)) and feature.planned(problem, options):
             yield resolve_name(target)

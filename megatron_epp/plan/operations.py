@@ -169,6 +169,9 @@ class Operation:
     in_layers: bool = False  # it runs layers, whose experts exchange tokens with other replicas
     # Of weights, which replicas reduce: with its stage, or if its sites are ranks with their first stage
     gives_gradients: bool = False
+    # For planners, ``module:function`` that inserts it, with those it is `together` with, into an order: from the order, its
+    # tables and recompute steps. Empty if orders are made with it.
+    inserted: str = ""
     setting: str = ""  # that gives a run its handler; empty for an operation that every run has
     side: Side | None = None  # for a lowered operation that other ranks take part in, the event it is a side of
     # For planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action. Without this

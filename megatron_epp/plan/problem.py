@@ -144,7 +144,7 @@ class Options:
         offload: copy activations to the host and back where the costs have a link, and keep keys and values of slices there (KV
             offload).
         kv_offload: with `offload`, use KV offload for slices where memory is short.
-        steps: changes that the local search behind the planner tries; None for as many as pay (`local_search.runs_of`).
+        steps: changes that the local search behind the planner tries; None for as many as pay (`features.local_search`).
         plan_limit_s: seconds for which the planner "milp" looks for a better plan; None for its default.
         seed: of the planner's random choices; recorded in the plan.
         overlap_exchanges: with the planner "greedy", join backwards and forwards into steps of two where that is faster: each

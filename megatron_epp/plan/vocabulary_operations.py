@@ -41,6 +41,7 @@ register(
         together=_ALL,
         sites=of_ranks,
         needs=(Need(Op.F, At.LAST, carries=SPREAD),),
+        inserted="megatron_epp.features.vocabulary.vocabulary_order:with_shards",
         rows=_rows(Op.S),
     )
 )

@@ -52,8 +52,8 @@ def plan(problem: Problem, costs: Costs, options: Options = Options(), names_cap
     """
     make = resolve_name((PLANNERS.entry(options.planner) or PlannerEntry("")).plans)
     with uncollected():
-        made: Plan = make(problem, costs, options, names_cap)
-    return made
+        planned: Plan = make(problem, costs, options, names_cap)
+    return planned
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from megatron_epp.planner.kernels.compiled import numbers
 from megatron_epp.planner.memory.kv_offload_tables import kv_offload_entries
 from megatron_epp.planner.message_room import MessageRoomError
 from megatron_epp.planner.order import Order, joint_losses
-from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
+from megatron_epp.planner.orders.completion import with_added
 from megatron_epp.planner.tables import Tables
 
 
@@ -49,7 +49,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, decisions: Deci
 
 def written(problem: Problem, costs: Costs, options: Options, decisions: Decisions, tables: Tables) -> Plan:
     """Turn decisions into a plan without predictions, which `check` has not seen."""
-    order = completed_with_shards(decisions.order, tables, decisions.recompute_steps)
+    order = with_added(decisions.order, tables, decisions.recompute_steps)
     if order is not decisions.order:
         decisions = decisions.reordered(order)
     writer = _Writer(tables, decisions)

@@ -198,7 +198,8 @@ class Candidates:
         if not (splits or self.replicas.has_shards):
             return fitted
         enough_us = unfitted.bound_us * (1 + NEAR_BOUND_SHARE)
-        order, took_us = completed(whole[0].order, tables[0], offloads[0], self.problem.cap_bytes, splits, enough_us)
+        split = next(plan_targets(self.problem, self.options, "split")) if splits else None
+        order, took_us = completed(whole[0].order, tables[0], offloads[0], self.problem.cap_bytes, split, enough_us)
         # Replicas in lockstep split their weight gradients together, once a plan is written.
         decisions = whole if self.replicas.is_lockstep else (replace(whole[0], order=order),)
         return replace(fitted, makespan_us=took_us, decisions=decisions)

@@ -17,11 +17,11 @@ from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, split_off
 from megatron_epp.planner.fit import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.kernels.split import leaves_bytes
+from megatron_epp.planner.kernels.live_bytes import leaves_bytes
 from megatron_epp.planner.memory.offload import Copied
 from megatron_epp.planner.mistakes import refuse_mistakes, refuse_table
 from megatron_epp.planner.order import Order, without_weights
-from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
+from megatron_epp.planner.orders.completion import with_added
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import decisions_of, every_order
 from megatron_epp.planner.tables import Tables
@@ -94,7 +94,7 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
 def _makespan_us(order: Order, tables: Tables, recompute_steps: RecomputeSteps | None) -> float:
     if recompute_steps is None:
         return math.inf
-    return makespan_us(completed_with_shards(order, tables, recompute_steps), tables, recompute_steps)
+    return makespan_us(with_added(order, tables, recompute_steps), tables, recompute_steps)
 
 
 def _is_worth(action: Action, tables: Tables) -> bool:

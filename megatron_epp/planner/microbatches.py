@@ -13,12 +13,12 @@ from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.given_order import in_given_order
-from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.message_room import planned_with_room
+from megatron_epp.planner.search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.settings import orders_of
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan, chunks_of
-from megatron_epp.port.packing import packed
+from megatron_epp.port.packing import pack
 
 _STEPS = 500
 """Steps of local search, 25 ms for 16 microbatches on two stages. There 20,000 gain 1 % more in the time of an iteration."""
@@ -28,7 +28,7 @@ def packed(rule: str, *asked: Any) -> tuple[PackedPlan, tuple[int, ...]]:
     """Return the plan by another function of this module, and the microbatch of each of its chunks."""
     start_s = time.perf_counter()
     plan, order = globals()[rule](*asked)
-    return packed(plan, (time.perf_counter() - start_s) * 1e6, ()), order
+    return pack(plan, (time.perf_counter() - start_s) * 1e6, ()), order
 
 
 def plan_microbatches(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
@@ -54,24 +54,22 @@ def plan_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Cost
     return OrderedPlan(build_plan(problem, costs, options, decisions), tuple(range(len(chunks))))
 
 
-def plan_in_order(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
+def plan_in_order(
+    microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options, *, plain: bool = False
+) -> OrderedPlan:
     """Plan whole microbatches so that all stages run forwards and backwards in the caller's order (`in_given_order`)."""
-    return _in_order(microbatches, problem, costs, options, plain=False)
-
-
-def plan_in_order_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
-    """Plan as `plan_in_order` does, but in 1F1B and without caps."""
-    problem = replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks)
-    return _in_order(microbatches, problem, costs, options, plain=True)
-
-
-def _in_order(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options, plain: bool) -> OrderedPlan:
     chunks, problem = _problem_of(microbatches, problem)
 
     def make(asked: Problem) -> Plan:
         return build_plan(asked, costs, options, in_given_order(chunks, asked, costs, options, plain))
 
     return OrderedPlan(planned_with_room(problem, costs, options, make), tuple(range(len(chunks))))
+
+
+def plan_in_order_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:
+    """Plan as `plan_in_order` does, but in 1F1B and without caps."""
+    problem = replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks)
+    return plan_in_order(microbatches, problem, costs, options, plain=True)
 
 
 def _with_weight(action: Action) -> tuple[Action, ...]:

@@ -56,8 +56,6 @@ def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -
         return plan_of_decisions(problem, costs, options, planner(problem, costs, options))
     with _of_user(f"planner {options.planner} failed"):
         decisions = planner(problem, costs, options)
-    if not isinstance(decisions, Decisions):
-        raise PlanError(f"planner {options.planner} returned {brief(decisions)}; a planner returns `Decisions`")
     with _of_user(f"planner {options.planner} returned decisions that make no plan"):
         return plan_of_decisions(problem, costs, options, decisions)
 

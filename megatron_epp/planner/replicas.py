@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from operator import neg
 from typing import Any
 
 import numpy as np
 
 from megatron_epp.cost.model import Costs
+from megatron_epp.features import plan_targets
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.problem import OF_SEQUENCES, Options, Problem
@@ -28,7 +30,7 @@ from megatron_epp.planner.fit import RecomputeFit, fit_lockstep, is_within
 from megatron_epp.planner.kernels.codes import Codes, coded
 from megatron_epp.planner.memory.kv_offload_tables import Pairs, with_kv_offload
 from megatron_epp.planner.message_room import raised
-from megatron_epp.planner.orders.completion import peaks, with_split_weights
+from megatron_epp.planner.orders.completion import peaks
 from megatron_epp.planner.passes import StagePasses
 from megatron_epp.planner.tables import Tables, tabulate, tabulate_each
 from megatron_epp.planner.validation import validate
@@ -190,8 +192,9 @@ def split_together(by_replica: Sequence[Decisions], tables: Sequence[Tables], re
     orders = {coded(whole, len(by_replica[0].chunks)).key: whole}
     every = [(own, decisions.as_offload) for own, decisions in zip(tables, by_replica, strict=True)]
     caps = replicas.problems[0].cap_bytes
-    for own in every if replicas.splits_weight else ():
-        order = coded(with_split_weights(whole, *own, caps)[0], len(by_replica[0].chunks))
+    splits = plan_targets(replicas.problems[0], replicas.options, "split") if replicas.splits_weight else ()
+    for split, own in product(splits, every):
+        order = coded(split(whole, *own, caps)[0], len(by_replica[0].chunks))
         if all(is_within(peaks(order, *each), caps) for each in every):
             orders[order.key] = order
     fastest = min(orders.values(), key=lambda order: makespan_us(order, tables[0], recompute_steps))

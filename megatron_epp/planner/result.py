@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from operator import attrgetter
-from pkgutil import resolve_name
 
 from megatron_epp.cost.model import Costs
 from megatron_epp.features import plan_targets
@@ -17,20 +15,14 @@ from megatron_epp.plan.proof.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.least import may_fit, one_order_decides, proven
-from megatron_epp.planner.local_search import improve, searches
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.replicas import Replicas, require_equal, split_together
 from megatron_epp.planner.search import descend, search
 from megatron_epp.planner.settings import first_recipe
 from megatron_epp.planner.validation import validate
 
-IMPROVED_TABLES = 3
-"""Chunk tables, the fastest, from whose plans local search starts."""
-FINISHED_CANDIDATES = 8
-"""Candidates, the fastest, that a finisher (`finisher_of`) tries to improve."""
 ROUNDS, ROUNDS_OF_TABLES = 16, 4
 """Plans tried with ever more memory for messages, and those after which the memory is set aside for all chunk tables."""
 
@@ -89,33 +81,13 @@ def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_hos
     return (build_plan(proof.problem, costs, options, proof.decisions),)
 
 
-def finisher_of(options: Options) -> Callable[[Sequence[Decisions], Problem, Costs, Options], Decisions] | None:
-    """Return the function of another package that a setting asks for; None if none does. It returns the fastest of some
-    decisions, the fastest first, and of what it makes of them.
-    """
-    return resolve_name("megatron_epp.contrib.overlap.pairing:overlapped") if options.overlap_exchanges else None
-
-
 def finished(candidates: Candidates) -> Candidate:
-    """Improve the fastest candidates of small plans by local search, and by what the settings ask for; return the fastest."""
-    fitting, problem, options = candidates.fitting(), candidates.problem, candidates.options
-    best = fitting[0]
-    if candidates.replicas.is_lockstep:
-        return best
-    tables = list({id(candidate.table): candidate.table for candidate in fitting}.values())[:IMPROVED_TABLES]
-    for table in tables:
-        # Local search knows no copies, so the fastest without may overtake a faster one that has some.
-        of_table = (candidate for candidate in fitting if candidate.table is table and not candidate.has_copies)
-        candidate = next(of_table, None)
-        if candidate is not None and searches(options, problem.num_stages * len(table)):
-            best = min(best, improved(candidates, candidate), key=attrgetter("key"))
-    if (finisher := finisher_of(options)) is None:
-        return best
-    # A finisher makes its own tables: without the room that messages needed before, its plan would lack it again.
-    problem = candidates.replicas.with_room(candidates.room_of(best)).problems[0]
-    fastest = [best, *(candidate for candidate in fitting[:FINISHED_CANDIDATES] if candidate is not best)]
-    decisions = [candidate.decisions[0] for candidate in fastest]
-    return replace(best, decisions=(finisher(decisions, problem, candidates.replicas.costs, options),))
+    """Return the fastest candidate, or one that a feature makes of the fastest, if they run alone."""
+    best = candidates.fitting()[0]
+    if not candidates.replicas.is_lockstep:
+        for finish in plan_targets(candidates.problem, candidates.options, "finish"):
+            best = finish(candidates, best)
+    return best
 
 
 def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
@@ -135,20 +107,6 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
     if faults := check_lockstep(plans):
         raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
     return plans
-
-
-def improved(candidates: Candidates, candidate: Candidate) -> Candidate:
-    """Improve a candidate of one replica, without copies, by local search."""
-    whole, (tables,) = candidate.whole_backwards[0], candidates.tables_and_bound(candidate.table, candidate.recipe)[0]
-    moved = improve(whole, tables, candidates.problem, candidates.options, split_weight=candidates.splits)
-    return completed(candidates, candidate, moved)
-
-
-def completed(candidates: Candidates, candidate: Candidate, whole: Decisions) -> Candidate:
-    """Return a candidate of one replica with other whole backwards, without copies, and with all that is added to these."""
-    tables = candidates.tables_and_bound(candidate.table, candidate.recipe)[0]
-    took_us = makespan_us(whole.order, tables[0], whole.recompute_steps)
-    return candidates.complete(candidate, (whole,), tables, took_us, [whole.as_offload], candidates.splits)
 
 
 def planned(candidates: Candidates) -> tuple[Plan, ...]:

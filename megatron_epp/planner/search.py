@@ -19,7 +19,6 @@ from operator import attrgetter
 from megatron_epp.features import plan_targets
 from megatron_epp.planner import settings
 from megatron_epp.planner.candidates import NEAR_BOUND_SHARE, Candidate, Candidates
-from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.replicas import Replicas, too_few_tokens
 from megatron_epp.planner.settings import Recipe, RecipeSetting
 
@@ -37,6 +36,8 @@ OPENINGS_RATIO, OPENINGS_BOUND_RATIO = 1.03, 1.02
 """Makespan, as a multiple of the fastest without caps, and of the bound, above which openings are tried."""
 FEW_ITEMS, MOST_FEW_GRAIN = 400, 4.0
 """Stages times chunks up to which the grains to this one are tried with every way to cut: there both depend on each other."""
+SMALL_PLAN_ITEMS = 64
+"""Stages times chunks up to which more is tried, and local search runs unasked: compiled, it then takes 20 to 100 ms."""
 MOST_WHOLE_SEQUENCES = 64
 """Most sequences for which chunks of whole sequences are tried free of caps."""
 

@@ -12,7 +12,7 @@ from megatron_epp.plan.lowering import lower
 from megatron_epp.port.packed import PackedPlan
 
 
-def packed(plan: Plan, planning_us: float, share: tuple[int, ...], division: int = 0) -> PackedPlan:
+def pack(plan: Plan, planning_us: float, share: tuple[int, ...], division: int = 0) -> PackedPlan:
     """Lower and pack a plan. Raises `PlanError` if its order deadlocks."""
     return PackedPlan(*_contents(plan), planning_us, share, division)
 

@@ -69,6 +69,8 @@ class Executor:
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         # Of a stage's actions the last in launch order stays: a backward is ahead of its own weight gradient.
         self._last_gradient = {a.stage: a for a in self._actions if a.op in (Op.B, Op.W)}
+        self._short: Action | None = None
+        """Action that found no memory; None if it was slots of messages."""
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._leaves: dict[tuple[int, int], ReceiveLeaf] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
@@ -99,7 +101,7 @@ class Executor:
         self.recorder.begin()
         if self._upload is not None:
             self._upload.wait()  # on the device: offsets and tokens were uploaded on another stream
-        with self._described(), torch.set_grad_enabled(not self.plan.forward_only), self._watched():
+        with self._explained(), torch.set_grad_enabled(not self.plan.forward_only), self._watched():
             self._open_slots()  # here, where slots change between iterations: no message is under way
             for position, action in enumerate(self._actions):
                 self._progress.reach(ProgressPoint(position))
@@ -113,12 +115,13 @@ class Executor:
         return nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
 
     @contextmanager
-    def _described(self) -> Iterator[None]:
-        """Raise `RunError` with the action at which the body fails."""
+    def _explained(self) -> Iterator[None]:
+        """Raise `RunError` with the action at which the body fails, and with bytes and advice if it finds no memory."""
         try:
             yield
-        except OutOfMemoryRunError:
-            raise
+        except OUT_OF_MEMORY as error:
+            text = self.out_of_memory(self.plan, self.rank, self._short or self._actions[0], error)
+            raise OutOfMemoryRunError(f"{self._where(self._progress.host)} failed: {text}") from None
         except Exception as error:
             reason = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
             raise RunError(self._describe(self._progress.host, f"failed: {reason}")) from error
@@ -132,22 +135,15 @@ class Executor:
         shape, dtype, device = next(iter(self.stages.values())).message(tokens)
         if self.links.uses_slots(device):
             slots = slots_of(self.plan, self.rank, self._actions)
-            with self._explaining_out_of_memory(self._actions[0]):
-                self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
+            self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
 
     def perform(self, action: Action, handler: Handler) -> None:
         """Run an action, as a handler does that runs another one with its own."""
-        with self._explaining_out_of_memory(action):
-            handler(self, action)
-
-    @contextmanager
-    def _explaining_out_of_memory(self, action: Action) -> Iterator[None]:
-        """Raise `OutOfMemoryRunError` with bytes and advice where an action, or what it needs, finds no memory."""
         try:
-            yield
-        except OUT_OF_MEMORY as error:
-            text = self.out_of_memory(self.plan, self.rank, action, error)
-            raise OutOfMemoryRunError(f"{self._where(self._progress.host)} failed: {text}") from None
+            handler(self, action)
+        except OUT_OF_MEMORY:
+            self._short = self._short or action  # an action that another one runs fails first
+            raise
 
     def _finish(self) -> None:
         if self.links is not None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_epp.plan import EppError, InfeasibleError
+from megatron_epp.runtime.autograd.saved import SavedTensors
 
 
 class HostMemoryError(EppError):
@@ -24,11 +25,20 @@ class Usage(NamedTuple):
     reserved_bytes: int | None = None
 
 
-def device_usage(static_bytes: int) -> Usage | None:
-    """Return the bytes torch has allocated and reserved on the current GPU, static bytes included; None without a GPU."""
-    if not torch.cuda.is_initialized():
-        return None
-    return Usage(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+def device_usage(static_bytes: int, saved: SavedTensors | None = None) -> Usage | None:
+    """Return the bytes torch has allocated and reserved on the current GPU, static bytes included; without a GPU what `saved`
+    counts besides these, None if nothing is counted.
+    """
+    if torch.cuda.is_initialized():
+        return Usage(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+    return None if saved is None else Usage(static_bytes + saved.held_bytes)
+
+
+def kept_bytes(saved: SavedTensors | None) -> int:
+    """Return the bytes allocated on a GPU, else saved for backwards; 0 if these are not counted."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.memory_allocated()
+    return 0 if saved is None else saved.live_bytes
 
 
 def device_peak() -> Usage | None:

@@ -12,7 +12,7 @@ from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.problem import Lengths
-from megatron_epp.port.packing import packed
+from megatron_epp.port.packing import pack
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]
@@ -21,7 +21,7 @@ LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 def whole_sequences(batch):
     lengths = batch.lengths
     plan = plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
-    return (packed(plan, 1000.0 * len(lengths), tuple(range(len(lengths)))),)
+    return (pack(plan, 1000.0 * len(lengths), tuple(range(len(lengths)))),)
 
 
 def of_the_shares(*shares):

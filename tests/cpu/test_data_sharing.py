@@ -10,7 +10,7 @@ from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.port.packing import packed
+from megatron_epp.port.packing import pack
 from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.runtime.rank_processes import Ranks
@@ -62,7 +62,7 @@ def take_in_turns(rank, links, count):
 
 def packed(batch):
     lengths = batch.lengths
-    return (packed(plan(problem(lengths), COSTS), 1.0, tuple(range(len(lengths)))),)
+    return (pack(plan(problem(lengths), COSTS), 1.0, tuple(range(len(lengths)))),)
 
 
 def fail_at(rank, links, number, kind):

@@ -13,7 +13,7 @@ import megatron_epp
 from megatron_epp.contrib.overlap import turns
 from megatron_epp.contrib.overlap.turns import run_together
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
-from megatron_epp.port.packing import packed
+from megatron_epp.port.packing import pack
 from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.side_thread import SideStream, SideThread
 from megatron_epp.runtime.watchdog import Watchdog
@@ -89,7 +89,7 @@ def test_a_batch_that_is_prepared_ahead_is_uploaded_to_the_ranks_device(audit, m
     plan = plan_of([5, 4], [[(0, 0, 5)], [(1, 0, 4)]])
 
     def make(batch):
-        return (packed(plan, 1.0, (0, 1)),)
+        return (pack(plan, 1.0, (0, 1)),)
 
     def ready(batch, actions):
         return replace(prepare(plan, 0), upload=upload.begin([torch.zeros(3)]))

@@ -12,7 +12,7 @@ from megatron_epp.mcore.data.document_dataset import DocumentDataset, weighted
 from megatron_epp.mcore.data.documents import build_document_iterators, build_splits, identity_of_run
 from megatron_epp.plan.errors import EppError
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
-from megatron_epp.port.packing import packed
+from megatron_epp.port.packing import pack
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.mcore.megatron_flags import data_arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -96,7 +96,7 @@ def test_train_and_evaluation_have_their_own_planners(pair):
             lengths = batch.lengths
             asked[name].append(lengths)
             made = plan(Problem(lengths, (0,), (UNLIMITED_BYTES,)), costs)
-            return (packed(made, 1.0, tuple(range(len(lengths)))),)
+            return (pack(made, 1.0, tuple(range(len(lengths)))),)
 
         return PlanSource(make)
 

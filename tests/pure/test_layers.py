@@ -29,7 +29,9 @@ LAYERS = (
 PURE = ("plan", "cost", "port", "planner", "tools.report", "tools.formulas", "tools.layouts", "tools.advice")
 OF_MEGATRON = ("contrib.overlap.exchanges", "features.")
 """Beginnings of the names of modules outside `mcore` that import Megatron."""
-PURE_FEATURES = ("features.copies", "features.stages")
+SPLITS = ("features.split_weights.split_orders", "features.split_weights.split")
+SHARDS = ("features.vocabulary.vocabulary_order", "features.vocabulary.shard_insertion")
+PURE_FEATURES = ("features.copies", "features.local_search", "features.stages", *SHARDS, *SPLITS)
 PURE_CONTRIB = ("contrib.papers", "contrib.exact", "contrib.foreign")
 
 

@@ -22,7 +22,7 @@ from megatron_epp.plan.lowering import lower
 from megatron_epp.planner import Options
 from megatron_epp.planner.service import answers
 from megatron_epp.port import forked
-from megatron_epp.port.packing import packed
+from megatron_epp.port.packing import pack
 from megatron_epp.port.planning import PROCESS_RESTARTS, BackgroundPlanner, PlanningProcess
 from megatron_epp.port.worker import Worker, WorkerError
 from tests.support.plan.planner_cases import pipeline, problem
@@ -154,7 +154,7 @@ def test_a_process_keeps_nothing_of_batches_that_it_planned_long_ago(monkeypatch
 
 @given(sound_plans())
 def test_a_packed_plan_is_the_plan_and_the_actions_of_every_rank(plan: Plan):
-    packed = packed(plan, 1.5, tuple(range(len(plan.lengths))), 7)
+    packed = pack(plan, 1.5, tuple(range(len(plan.lengths))), 7)
     assert packed.plan() == plan
     assert tuple(packed.actions(rank) for rank in range(plan.num_ranks)) == lower(plan)
     assert packed.plan_digest == digest(plan)
@@ -163,7 +163,7 @@ def test_a_packed_plan_is_the_plan_and_the_actions_of_every_rank(plan: Plan):
 
 @pytest.mark.parametrize("damage", [lambda m: b"", lambda m: b"no plan", lambda m: m[:-9], lambda m: m[:20] + m[21:]])
 def test_a_damaged_message_is_refused(damage: Callable[[bytes], bytes]):
-    packed = packed(hybrid(), 0.0, ())
+    packed = pack(hybrid(), 0.0, ())
     with pytest.raises(PlanError, match="is no packed plan"):
         packed._replace(message=damage(packed.message)).plan()
     with pytest.raises(PlanError, match="is no packed plan"):

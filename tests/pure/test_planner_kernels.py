@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_epp import COMPILED_VARIABLE
+from megatron_epp.features.split_weights import split
 from megatron_epp.features.stages.list_scheduling import ListScheduling
+from megatron_epp.features.vocabulary import shard_insertion, vocabulary_order
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Op
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.simulation import simulate
@@ -20,12 +22,12 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
-from megatron_epp.planner.kernels import compiled, shard_insertion, split
+from megatron_epp.planner.kernels import compiled
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import integers, is_compiled
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.order import CopyOrder, Order
-from megatron_epp.planner.orders import vocabulary_order
+from megatron_epp.planner.orders.completion import has_added
 from megatron_epp.planner.tables import Tables, tabulate
 from tests.support.plan import second_simulator
 from tests.support.plan.campaign_cases import costs_of, lengths_of
@@ -170,7 +172,7 @@ def test_both_clocks_agree_with_two_simulators(part: int):
         order, dispatched_us = rule.order(chunks, tables, problem), None
         if not forward_only and draw.random() < 0.5:
             order, dispatched_us = with_weights(order, tables, recompute_steps, draw.choice([split.WHOLE_GAP, split.EAGER_GAP]))
-        if vocabulary_order.has_shards(tables):
+        if has_added(tables):
             order, dispatched_us = with_shards(order, tables, recompute_steps)
         made = Decisions(chunks, order, recompute_steps)
         if not forward_only and tables.offloadable_share > 0 and draw.random() < 0.5:

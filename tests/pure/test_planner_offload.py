@@ -15,6 +15,7 @@ from megatron_epp.contrib.papers.spacing import SPLIT_UNITS, Spacing, whole_back
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime, work_of
 from megatron_epp.features.copies.ahead import fit_ahead, longest_lived_shares
+from megatron_epp.features.local_search.improvement import improve
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment, Step
 from megatron_epp.plan.document import digest
@@ -30,7 +31,6 @@ from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fit import held_bytes, peaks_of
 from megatron_epp.planner.fitted import fitted, for_table
 from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.kv_offload_tables import with_kv_offload
 from megatron_epp.planner.memory.offload import Copied, peaks_with_copies, timed
 from megatron_epp.planner.order import slice_groups

@@ -14,7 +14,10 @@ from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.model import Costs, PipelineCosts
 from megatron_epp.cost.work import LinearTime
+from megatron_epp.features.split_weights.split import EAGER_GAP, WHOLE_GAP
+from megatron_epp.features.split_weights.split_orders import split_weights
 from megatron_epp.features.stages.stage_orders import Interleaved
+from megatron_epp.features.vocabulary.vocabulary_order import SHARD_KINDS
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan, PlanError, Segment
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.proof import check
@@ -26,10 +29,7 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.fitted import fitted, for_table
 from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, CodedOrder, coded, encode
-from megatron_epp.planner.kernels.split import EAGER_GAP, WHOLE_GAP
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.orders.completion import split_weights
-from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS
 from megatron_epp.planner.orders.warm_up import CappedWarmUp, elastic_1f1b
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 from tests.support.plan.stages import stage_of

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.features.copies import fit_copies
+from megatron_epp.features.local_search.improvement import improve
+from megatron_epp.features.split_weights.split_orders import with_split_weights
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.proof import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -16,13 +18,11 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fitted import for_table
 from megatron_epp.planner.kernels.codes import encode
-from megatron_epp.planner.local_search import SMALL_PLAN_ITEMS, improve
 from megatron_epp.planner.memory.offload import peaks_with_copies, timed
-from megatron_epp.planner.orders.completion import with_split_weights
 from megatron_epp.planner.orders.warm_up import WarmUp
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import greedy
-from megatron_epp.planner.search import search
+from megatron_epp.planner.search import SMALL_PLAN_ITEMS, search
 from megatron_epp.planner.tables import tabulate
 from scripts.bench.small_cases import drawn
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
@@ -195,5 +195,5 @@ def test_a_plan_of_few_chunks_is_searched_with_weight_gradients_split_off_unaske
     made = greedy(given, costs, options)
     assert len(made.chunks) * given.num_stages <= SMALL_PLAN_ITEMS
     assert made.makespan_us(given, costs) == pytest.approx(222_763, abs=1)
-    monkeypatch.setattr("megatron_epp.planner.local_search.SMALL_PLAN_ITEMS", 0)
+    monkeypatch.setattr("megatron_epp.features.local_search.improvement.SMALL_PLAN_ITEMS", 0)
     assert greedy(given, costs, options).makespan_us(given, costs) > 1.05 * made.makespan_us(given, costs)

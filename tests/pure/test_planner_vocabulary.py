@@ -9,6 +9,8 @@ import pytest
 
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import NO_TIME
+from megatron_epp.features.local_search.improvement import improve
+from megatron_epp.features.split_weights.split_orders import with_split_weights
 from megatron_epp.plan import Action, EppError, Op, Plan, Step
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.layout import Layout
@@ -21,7 +23,6 @@ from megatron_epp.plan.trace import trace
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.local_search import improve
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.orders.completion import completed
 from megatron_epp.planner.replicas import Replicas
@@ -142,7 +143,7 @@ def test_local_search_judges_steps_with_the_shards(split):
     tables = start.tables(given, shared)
 
     def took_us(found: Decisions) -> float:
-        return completed(found.order, tables, found.as_offload, given.cap_bytes, split)[1]
+        return completed(found.order, tables, found.as_offload, given.cap_bytes, with_split_weights if split else None)[1]
 
     aware, blind = (improve(start, known, given, Options(slices=1), split) for known in (tables, replace(tables, added={})))
     assert took_us(aware) < min(took_us(start), took_us(blind))

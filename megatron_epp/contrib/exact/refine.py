@@ -6,11 +6,12 @@ import logging
 from dataclasses import replace
 
 from megatron_epp.contrib.exact.oracle import makespan_us, oracle
+from megatron_epp.contrib.overlap.pairing import overlapped
 from megatron_epp.cost.model import Costs
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.result import finisher_of, greedy
+from megatron_epp.planner.result import greedy
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def why_greedy(decisions: Decisions, problem: Problem) -> str:
 def refined(start: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Look for better decisions than the greedy ones.
 
-    The oracle knows no finishers: what the settings ask for, such as steps of two actions, is done to its order afterwards.
+    The oracle knows no steps of two actions: where settings ask for them, they are made of its order.
 
     Args:
         problem, costs, options: as `planner.plan` takes them.
@@ -63,9 +64,8 @@ def refined(start: Decisions, problem: Problem, costs: Costs, options: Options) 
     if why_greedy(single, problem):
         return start
     proven = oracle(single.chunks, problem, costs, options, start=single, time_limit_s=limit_s)
-    improve_further = finisher_of(options)
-    if improve_further is None:
+    if not options.overlap_exchanges:
         return proven.decisions or start
     better = proven.decisions or single
-    choices = start, better, improve_further([better, start], problem, costs, options)
+    choices = start, better, overlapped([better, start], problem, costs, options)
     return min(choices, key=lambda decisions: makespan_us(problem, costs, options, decisions))

@@ -13,16 +13,17 @@ from itertools import pairwise
 
 from megatron_epp.contrib.overlap.joined import Joined, JoinedDecisions
 from megatron_epp.cost.model import Costs
+from megatron_epp.features.split_weights.split import WHOLE_GAP
+from megatron_epp.features.split_weights.split_orders import split_weights
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.planner.kernels.codes import CodedOrder, encode
-from megatron_epp.planner.kernels.split import WHOLE_GAP
 from megatron_epp.planner.order import Order, slice_groups, without_weights
-from megatron_epp.planner.orders.completion import peaks, split_weights
-from megatron_epp.planner.orders.vocabulary_order import has_shards, with_shards
+from megatron_epp.planner.orders.completion import has_added, peaks, with_added
 from megatron_epp.planner.tables import Tables
 
 BACKWARD_FIRST = ((Op.B, Op.F),)
@@ -31,6 +32,19 @@ WITH_WEIGHTS = (*BACKWARD_FIRST, (Op.F, Op.W), (Op.W, Op.F))
 """The same, and weight gradients, during which a forward exchanges."""
 WITH_FORWARDS = (*BACKWARD_FIRST, (Op.F, Op.B), (Op.F, Op.F))
 """The same, and further forwards, in a warm-up too."""
+
+
+FINISHED_CANDIDATES = 8
+"""Candidates, the fastest, of which some are joined."""
+
+
+def finish(candidates: Candidates, best: Candidate) -> Candidate:
+    """Join actions of the fastest candidates where that is faster."""
+    # `overlapped` makes its own tables: without the room that messages needed before, its plan would lack it again.
+    problem = candidates.replicas.with_room(candidates.room_of(best)).problems[0]
+    fastest = [best, *(candidate for candidate in candidates.fitting()[:FINISHED_CANDIDATES] if candidate is not best)]
+    decisions = [candidate.decisions[0] for candidate in fastest]
+    return replace(best, decisions=(overlapped(decisions, problem, candidates.replicas.costs, candidates.options),))
 
 
 def overlapped(ranked: Sequence[Decisions], problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -52,8 +66,8 @@ def overlapped(ranked: Sequence[Decisions], problem: Problem, costs: Costs, opti
             seen.add((decisions.chunks, order, joined))
             try:
                 tried = fitted(order, decisions.chunks, problem, costs, options, partial(JoinedDecisions, joined=joined))
-                if has_shards(tables):
-                    rows = with_shards(tried.order, tables, tried.recompute_steps)
+                if has_added(tables):
+                    rows = with_added(tried.order, tables, tried.recompute_steps)
                     tried = replace(tried, order=tuple(tuple(_together(row, joined)) for row in rows))
                 took_us = tried.makespan_us(problem, costs)
             except (InfeasibleError, PlanError):  # no room for two actions at once, or a deadlock

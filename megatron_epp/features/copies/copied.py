@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from operator import attrgetter
 
@@ -24,8 +24,7 @@ from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.memory.kv_offload_tables import COPIES_SHARING, SHARINGS, Pairs, kv_offload_entries, with_kv_offload
 from megatron_epp.planner.memory.offload import Copied, timed
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.completion import peaks
-from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
+from megatron_epp.planner.orders.completion import peaks, with_added
 from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.search import NEAR_RATIO, descend, walk
 from megatron_epp.planner.settings import Recipe
@@ -78,100 +77,93 @@ def copied(
     candidates: Candidates, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], limit_us: float
 ) -> Iterator[Candidate]:
     yield unfitted
+    copying, replicas = _Copying(candidates, unfitted, limit_us), candidates.replicas
     copies, order, table = unfitted.recipe.copies, ordered[0].order, unfitted.table
     if copies == "activations":
-        room = [[problem.host_cap_bytes] * problem.num_ranks for problem in candidates.replicas.problems]
-        yield from _with_activations(candidates, unfitted, ordered, tables, limit_us, room)
+        room = [[problem.host_cap_bytes] * problem.num_ranks for problem in replicas.problems]
+        yield from copying.activations(ordered, tables, room)
         return
-    for pairs in choices(candidates.replicas, order, tables, table):
+    for pairs in choices(replicas, order, tables, table):
         if copies == "both" and not any(pairs):
             continue  # with keys alone, chunks cut for the copies may fit as they are where those of other recipes do not
         away = tuple(replace(decisions, kv_offload=own) for decisions, own in zip(ordered, pairs, strict=True))
-        room = host_room(candidates.replicas, order, table, pairs)
+        room = host_room(replicas, order, table, pairs)
         if copies == "both":
-            yield _with_both(candidates, unfitted, away, tables, limit_us, room)
+            yield copying.both(away, tables, room)
             continue
-        own_tables = candidates.replicas.kv_offload(tables, table, pairs)
+        own_tables = replicas.kv_offload(tables, table, pairs)
         if (short := -min(map(min, room))) <= 0:
             yield from candidates.recomputed(unfitted, away, own_tables)
-        elif candidates.replicas.fit(codes_of(ordered), own_tables).recompute_steps is not None:
+        elif replicas.fit(codes_of(ordered), own_tables).recompute_steps is not None:
             candidates.note_host_bytes(short)  # it would fit with more at the host
 
 
-def _with_both(
-    candidates: Candidates,
-    unfitted: Candidate,
-    away: tuple[Decisions, ...],
-    tables: Sequence[Tables],
-    limit_us: float,
-    room: list[list[int]],
-) -> Candidate:
-    """Copy activations besides keys and values, with the link no slower for these than the copies make it."""
-    pairs = tuple(decisions.kv_offload for decisions in away)
-    for sharing in SHARINGS:
-        own = tuple(replace(decisions, kv_sharing=sharing) for decisions in away)
-        own_tables = candidates.replicas.kv_offload(tables, unfitted.table, pairs, sharing)
-        best = min(
-            _with_activations(candidates, unfitted, own, own_tables, limit_us, room), key=attrgetter("key"), default=unfitted
-        )
-        every = zip(best.decisions, own_tables, strict=best.fits)
-        if all(leaves_link(timed(decisions.as_offload, of), of, best.makespan_us, sharing) for decisions, of in every):
-            break
-    return best
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """Copies of activations for a candidate that does not take longer than a limit; `room` is ``[replica][rank]``."""
 
+    candidates: Candidates
+    unfitted: Candidate
+    limit_us: float
 
-def _with_activations(
-    candidates: Candidates,
-    unfitted: Candidate,
-    ordered: tuple[Decisions, ...],
-    tables: Sequence[Tables],
-    limit_us: float,
-    room: list[list[int]],
-) -> Iterator[Candidate]:
-    """Copy activations where a cap requires it, and without KV offload ahead of that, as the link has time.
-
-    The vocabulary's shards move actions after copies were chosen. Where that takes a rank above its cap, because bytes are
-    away at other times, copies are chosen again for a lower one.
-    """
-    order, aims = ordered[0].order, candidates.problem.cap_bytes
-    for _ in range(ROUNDS):
-        candidate, above = _with_copies(candidates, unfitted, ordered, tables, fit_offload(order, tables, aims, room))
-        if not any(above):
-            yield candidate
-            break
-        aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
-    if not (candidates.replicas.is_lockstep or ordered[0].kv_offload):
-        shares = longest_lived_shares(tables[0])
-        ahead = fit_ahead(order, tables[0], candidates.problem.cap_bytes, room[0], shares, limit_us)
-        candidate, above = _with_copies(candidates, unfitted, ordered, tables, ahead)
-        if not any(above):
-            yield candidate
-
-
-def _with_copies(
-    candidates: Candidates, unfitted: Candidate, ordered: tuple[Decisions, ...], tables: Sequence[Tables], copied: Copied | None
-) -> tuple[Candidate, list[int]]:
-    """Complete a candidate with copies, where there are any and the host has room for them.
-
-    Returns it and the bytes by which each rank is above its cap. Weight gradients stay in their backwards where they would
-    take a rank above its cap by themselves.
-    """
-    candidate, above = unfitted, [0] * candidates.problem.num_ranks
-    if copied is not None and copied.short_bytes:
-        candidates.note_host_bytes(copied.short_bytes)
-    elif copied is not None:
-        for splits in (True, False) if candidates.splits else (False,):
-            candidate = candidates.complete(unfitted, ordered, tables, copied.makespan_us, copied.offloads, splits)
-            above = above_caps(candidates.replicas, candidate.decisions, tables)
-            if not any(above):
+    def both(self, away: tuple[Decisions, ...], tables: Sequence[Tables], room: list[list[int]]) -> Candidate:
+        """Copy activations besides keys and values, with the link no slower for these than the copies make it."""
+        pairs = tuple(decisions.kv_offload for decisions in away)
+        for sharing in SHARINGS:
+            own = tuple(replace(decisions, kv_sharing=sharing) for decisions in away)
+            own_tables = self.candidates.replicas.kv_offload(tables, self.unfitted.table, pairs, sharing)
+            best = min(self.activations(own, own_tables, room), key=attrgetter("key"), default=self.unfitted)
+            every = zip(best.decisions, own_tables, strict=best.fits)
+            if all(leaves_link(timed(decisions.as_offload, of), of, best.makespan_us, sharing) for decisions, of in every):
                 break
-    return candidate, above
+        return best
+
+    def activations(
+        self, ordered: tuple[Decisions, ...], tables: Sequence[Tables], room: list[list[int]]
+    ) -> Iterator[Candidate]:
+        """Copy activations where a cap requires it, and without KV offload ahead of that, as the link has time.
+
+        The vocabulary's shards move actions after copies were chosen. Where that takes a rank above its cap, because bytes are
+        away at other times, copies are chosen again for a lower one.
+        """
+        order, aims = ordered[0].order, self.candidates.problem.cap_bytes
+        for _ in range(ROUNDS):
+            candidate, above = self.complete(ordered, tables, fit_offload(order, tables, aims, room))
+            if not any(above):
+                yield candidate
+                break
+            aims = tuple(aim - excess for aim, excess in zip(aims, above, strict=True))
+        if not (self.candidates.replicas.is_lockstep or ordered[0].kv_offload):
+            shares, caps = longest_lived_shares(tables[0]), self.candidates.problem.cap_bytes
+            ahead = fit_ahead(order, tables[0], caps, room[0], shares, self.limit_us)
+            candidate, above = self.complete(ordered, tables, ahead)
+            if not any(above):
+                yield candidate
+
+    def complete(
+        self, ordered: tuple[Decisions, ...], tables: Sequence[Tables], copied: Copied | None
+    ) -> tuple[Candidate, list[int]]:
+        """Complete the candidate with copies, where there are any and the host has room for them.
+
+        Returns it and the bytes by which each rank is above its cap. Weight gradients stay in their backwards where they would
+        take a rank above its cap by themselves.
+        """
+        candidates, candidate, above = self.candidates, self.unfitted, [0] * self.candidates.problem.num_ranks
+        if copied is not None and copied.short_bytes:
+            candidates.note_host_bytes(copied.short_bytes)
+        elif copied is not None:
+            for splits in (True, False) if candidates.splits else (False,):
+                candidate = candidates.complete(self.unfitted, ordered, tables, copied.makespan_us, copied.offloads, splits)
+                above = above_caps(candidates.replicas, candidate.decisions, tables)
+                if not any(above):
+                    break
+        return candidate, above
 
 
 def choices(replicas: Replicas, order: Order, tables: Sequence[Tables], table: Aligned) -> Iterator[tuple[Pairs, ...]]:
     """List what may be offloaded of keys and values in every replica: what it takes to fit, and what avoids recompute."""
     every = zip(tables, table.chunks, replicas.problems, strict=True)
-    by_replica = [_choices(order, *each, replicas.costs, replicas.modes, replicas.is_lockstep) for each in every]
+    by_replica = [_choices(replicas, order, *each) for each in every]
     return iter(dict.fromkeys(zip(*by_replica, strict=True)))
 
 
@@ -190,20 +182,14 @@ def above_caps(replicas: Replicas, by_replica: Sequence[Decisions], tables: Sequ
     if not replicas.has_shards:
         return [0] * len(caps)
     every = [
-        peaks(completed_with_shards(decisions.order, own, decisions.recompute_steps), own, decisions.as_offload)
+        peaks(with_added(decisions.order, own, decisions.recompute_steps), own, decisions.as_offload)
         for decisions, own in zip(by_replica, tables, strict=True)
     ]
     return [max(0, max(peak_bytes) - cap) for *peak_bytes, cap in zip(*every, caps, strict=True)]
 
 
 def _choices(
-    order: Order,
-    tables: Tables,
-    chunks: Sequence[Chunk],
-    problem: Problem,
-    costs: Costs,
-    modes: Sequence[str],
-    in_order: bool = False,
+    replicas: Replicas, order: Order, tables: Tables, chunks: Sequence[Chunk], problem: Problem
 ) -> tuple[Pairs, Pairs]:
     """Choose stages and sequences for KV offload; none where no rank lacks memory or none of its sequences is cut.
 
@@ -222,7 +208,7 @@ def _choices(
         if needed | more == needed:
             break
         needed |= more
-        now = with_kv_offload(tables, chunks, problem, costs, modes, needed, in_order=in_order)
+        now = with_kv_offload(tables, chunks, problem, replicas.costs, replicas.modes, needed, in_order=replicas.is_lockstep)
         above = [rank for rank, peak in enumerate(least_peaks(codes, now)) if peak > caps[rank]]
         count *= 2
     return needed, needed.union(*(sizes[rank] for rank, peak in enumerate(recomputing) if peak > caps[rank]))

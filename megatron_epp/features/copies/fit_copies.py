@@ -24,7 +24,7 @@ from megatron_epp.planner.fit import (
 from megatron_epp.planner.kernels.codes import Codes, encode
 from megatron_epp.planner.memory.offload import Copied, Integers, Offload, peaks_with_copies, timed
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.orders.vocabulary_order import completed_with_shards
+from megatron_epp.planner.orders.completion import with_added
 from megatron_epp.planner.tables import Tables
 
 EXCESS_SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
@@ -200,7 +200,7 @@ def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, 
         if copied is None or copied.short_bytes:
             return copied
         (offload,) = copied.offloads
-        complete = completed_with_shards(order, tables, offload.recompute_steps)
+        complete = with_added(order, tables, offload.recompute_steps)
         played = play(complete, tables, offload.recompute_steps, timed(offload, tables))
         peaks = peaks_with_copies(complete, tables, offload, played)
         above = [peak - cap for peak, cap in zip(peaks, problem.cap_bytes, strict=True)]

@@ -35,7 +35,6 @@ from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.mcore.iteration.run_feature import Learning
 from megatron_epp.mcore.iteration.run_plan import run_plan
-from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
@@ -211,12 +210,12 @@ class MicrobatchRun(Run):
                 self._after(None, report)
             return [], torch.zeros([], dtype=torch.int, device=self.device)
         parameters = [parameter for model in self.models for parameter in model.parameters()]
-        report.tracker = SavedTensorTracker(self.counting(planned.plan, parameters, measures and not self._on_gpu))
+        report.saved = self.counting(planned.plan, parameters, measures and not self._on_gpu)
         microbatches = dict(zip(self.stages.values(), sources, strict=True))
 
         def begin(stage: MicrobatchStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
             order = planned.order
-            stage.begin(call, microbatches[stage], agreed.here, order, before_last_gradient, reduce, report.tracker)
+            stage.begin(call, microbatches[stage], agreed.here, order, before_last_gradient, reduce, report.saved)
 
         program = program_of(planned.plan, planned.actions)
         run_plan(self, self.models, planned.plan, report, reduction, begin, program)

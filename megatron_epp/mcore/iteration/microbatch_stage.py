@@ -16,7 +16,6 @@ from megatron_epp.mcore.arguments.fp8 import recipe
 from megatron_epp.mcore.features import backward_step
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches
 from megatron_epp.mcore.iteration.replay import numbered_by
-from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, run_again
@@ -24,7 +23,9 @@ from megatron_epp.mcore.model.replaced import marked, problems, put
 from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts, own_device
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.memory_use import kept_bytes
 
 
 class MicrobatchStage:
@@ -76,12 +77,12 @@ class MicrobatchStage:
         order: Sequence[int],
         before_last_gradient: Callable[[], None],
         reduce_gradients: Callable[[], None],
-        tracker: SavedTensorTracker,
+        saved: SavedTensors | None,
     ) -> None:
         """Start an iteration: `order` has the microbatch of every chunk of the plan, `shapes` are in the caller's order."""
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
-        self._tracker = tracker
+        self._saved = saved
         if problem := next(problems(self.model, self._replaced), ""):
             raise EppError(problem)
         if self._in_fp8:
@@ -105,7 +106,7 @@ class MicrobatchStage:
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Any:
         index, call = self._order[context.chunk], self._call
         store: list[Any] = []
-        before, self._num_recomputed = self._tracker.kept_bytes(), context.recompute.num_layers
+        before, self._num_recomputed = kept_bytes(self._saved), context.recompute.num_layers
         # Megatron's function, since it also sets the scales of auxiliary losses and divides losses of two and of three parts.
         with numbered_by(index):
             output, num_tokens = schedules.forward_step(
@@ -124,7 +125,7 @@ class MicrobatchStage:
                 is_last_stage=self.is_last,
             )
         get_attr_wrapped_model(self.model, "set_input_tensor")([None])  # or it would hold the last one
-        self.kept_bytes[context.chunk] = self._tracker.kept_bytes() - before
+        self.kept_bytes[context.chunk] = kept_bytes(self._saved) - before
         if self.is_last:
             self.results[index] = store
             self.total_tokens += num_tokens
@@ -135,11 +136,11 @@ class MicrobatchStage:
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
             grad = grad.view(self._shape(self._order[context.chunk]))
-        before = self._tracker.kept_bytes()
+        before = kept_bytes(self._saved)
         with nullcontext() if self.weights is None else self.weights.backward_of(context.chunk):
             backward_step(output, grad, self.config)
         if self.weights is not None and context.chunk in self.weights.kept:
-            self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + self._tracker.kept_bytes() - before
+            self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + kept_bytes(self._saved) - before
 
     def release_output(self, output: Tensor) -> None:
         """Free the storage of an output that has been sent, which autograd does not need."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -17,11 +17,11 @@ from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.device_inputs import BatchInputs
 from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report_thread import ReplicaFigures
-from megatron_epp.mcore.iteration.saved_tensors import SavedTensorTracker
 from megatron_epp.plan import Plan
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.plan_figures import copies_us, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.plan.problem import imbalance
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.links.objects import gathered_by
 from megatron_epp.runtime.memory_use import device_peak, device_retries
 from megatron_epp.runtime.recorder import Recorder, elapsed_us, mark
@@ -67,7 +67,8 @@ class IterationReport:
     collects: bool
     start: Any
     recorder: Recorder
-    tracker: SavedTensorTracker = field(default_factory=SavedTensorTracker)
+    saved: SavedTensors | None = None
+    """Tensors that stages keep for backward; None if they are not counted."""
 
     @staticmethod
     def begin(run: Run, batch: ReportedBatch, forward_only: bool) -> IterationReport:
@@ -92,7 +93,7 @@ class IterationReport:
             return sum(stage.kv_cache.num_bytes for stage in stages) + sum(feature.num_bytes for feature in run.features)
 
         parameters = [*chain.from_iterable(stage.parameters for stage in stages), uploaded]
-        self.tracker = SavedTensorTracker(run.counting(plan, parameters, run.args.epp_measure_memory, other_bytes))
+        self.saved = run.counting(plan, parameters, run.args.epp_measure_memory, other_bytes)
 
     def log_previous_and_begin(self, loss: torch.Tensor | None) -> None:
         """Log the iteration before, whose report has been made meanwhile, and have a thread begin this iteration's report.
@@ -106,7 +107,7 @@ class IterationReport:
             if self.collects:
                 figures = {
                     "wait_us": self.recorder.wait_us,
-                    "peak": self.tracker.peak_bytes,
+                    "peak": None if self.saved is None else self.saved.peak_bytes,
                     "device_peak": device_peak(),
                     "retries": device_retries(),
                     "plan_wait_us": run.plan_wait_us,

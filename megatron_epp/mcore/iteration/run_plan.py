@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -17,6 +17,7 @@ from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.plan import Op, Plan
 from megatron_epp.runtime.context import Program
 from megatron_epp.runtime.executor import HANDLERS, Executor, Handler
+from megatron_epp.runtime.memory_use import device_usage
 
 BeginStage = Callable[[Any, Callable[[], None], Callable[[], None]], None]
 """Gives a stage its inputs, and what it calls before its last gradient and when its gradients are complete."""
@@ -39,13 +40,13 @@ def run_plan(
         run.check_trained()
 
     def out_of_memory(*failed: Any) -> str:  # with a text that only a run which fails imports
-        asked = report.tracker.usage, run.args.epp_recompute != "auto", run.makes_chunks, run.names
+        asked = partial(device_usage, saved=report.saved), run.args.epp_recompute != "auto", run.makes_chunks, run.names
         text: str = resolve_name("megatron_epp.runtime.out_of_memory:OutOfMemoryReport")(*asked).text(*failed)
         return text
 
     # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters, then
     # what features launch before and behind it.
-    with reduction, report.tracker.context, torch.set_grad_enabled(not plan.forward_only), ExitStack() as around:
+    with reduction, report.saved or nullcontext(), torch.set_grad_enabled(not plan.forward_only), ExitStack() as around:
         if not plan.forward_only:
             gather_parameters(get_model_config(models[0]), models)
         handlers: Mapping[Op, Handler] = HANDLERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from megatron_epp.planner.kernels.codes import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT
-from megatron_epp.planner.kernels.compiled import IntegerList, compiled, compiled_with_lists
+from megatron_epp.planner.kernels.compiled import IntegerList, compiled, compiled_with_lists, inlined
 from megatron_epp.planner.kernels.pass_table import PassTable
 
 
@@ -202,3 +202,9 @@ def trim(
             if peak(actions, begin, stop, columns, recompute_steps, static) > cap:
                 recompute_steps[item] += 1
                 break
+
+
+@inlined
+def leaves_bytes(columns: PassTable, item: int) -> bool:
+    """Return True if a backward leaves bytes for its weight gradient, or its chunk keeps none: on a stage without layers."""
+    return columns.weight_bytes[item] > 0 or columns.kept_bytes[columns.first_way[item]] + columns.forward_alloc[item] == 0

@@ -19,7 +19,7 @@ from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Division, divide
 from megatron_epp.port.packed import PackedPlans
-from megatron_epp.port.packing import packed
+from megatron_epp.port.packing import pack
 
 CACHED_PLANS = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context. Not measured: other batches
@@ -73,7 +73,7 @@ def plans_of_batch(
             plans = _plans(problems, costs, replace(options, slices=max(1, round(grain * most))))
     planning_us = (time.perf_counter() - start_s) * 1e6
     every = zip(plans, shares, strict=True)
-    return tuple(packed(plan, planning_us, share, division.checksum) for plan, share in every)
+    return tuple(pack(plan, planning_us, share, division.checksum) for plan, share in every)
 
 
 @functools.lru_cache(CACHED_PLANS)

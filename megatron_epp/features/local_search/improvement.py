@@ -6,29 +6,33 @@ import logging
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain
+from operator import attrgetter
 
 import numpy as np
 
+from megatron_epp.features.local_search.steps import Facts, Spare, StepChoice, copy_choice, search
+from megatron_epp.features.split_weights.split import storage
+from megatron_epp.features.split_weights.split_orders import with_split_weights
+from megatron_epp.features.vocabulary.vocabulary_order import SHARD_KINDS, no_storage
+from megatron_epp.features.vocabulary.vocabulary_order import storage as shard_storage
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import copy_columns, room_for
+from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
 from megatron_epp.planner.fit import by_stage, caps_at
 from megatron_epp.planner.kernels.codes import CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import floats, integer_zeros, integers, is_compiled
-from megatron_epp.planner.kernels.split import storage
-from megatron_epp.planner.kernels.steps import Facts, Spare, StepChoice, copy_choice, search
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.orders.completion import completed
-from megatron_epp.planner.orders.vocabulary_order import SHARD_KINDS, has_shards, no_storage
-from megatron_epp.planner.orders.vocabulary_order import storage as shard_storage
+from megatron_epp.planner.orders.completion import completed, has_added
+from megatron_epp.planner.search import SMALL_PLAN_ITEMS
 from megatron_epp.planner.tables import Tables
 
 LOG = logging.getLogger(__name__)
 
-SMALL_PLAN_ITEMS = 64
-"""Stages times chunks up to which the search runs unasked: compiled, it then takes 20 to 100 ms."""
+IMPROVED_TABLES = 3
+"""Chunk tables, the fastest, from whose plans local search starts."""
 LONG_RUN_STEPS = 20_000
 """Steps of a search that runs unasked where they take little of the iteration."""
 SHORT_RUN_STEPS = (4000, 8000)
@@ -53,6 +57,27 @@ are slower, by up to 3 %.
 def searches(options: Options, num_items: int) -> bool:
     """Return whether the search runs on so many items, stages times chunks."""
     return num_items <= SMALL_PLAN_ITEMS if options.steps is None else options.steps > 0
+
+
+def finish(candidates: Candidates, best: Candidate) -> Candidate:
+    """Improve the fastest candidates of small plans; return the fastest of them and the best."""
+    fitting, problem = candidates.fitting(), candidates.problem
+    tables = list({id(candidate.table): candidate.table for candidate in fitting}.values())[:IMPROVED_TABLES]
+    for table in tables:
+        # Local search knows no copies, so the fastest without may overtake a faster one that has some.
+        of_table = (candidate for candidate in fitting if candidate.table is table and not candidate.has_copies)
+        candidate = next(of_table, None)
+        if candidate is not None and searches(candidates.options, problem.num_stages * len(table)):
+            best = min(best, improved(candidates, candidate), key=attrgetter("key"))
+    return best
+
+
+def improved(candidates: Candidates, candidate: Candidate) -> Candidate:
+    """Improve a candidate of one replica, without copies."""
+    whole, tables = candidate.whole_backwards[0], candidates.tables_and_bound(candidate.table, candidate.recipe)[0]
+    moved = improve(whole, tables[0], candidates.problem, candidates.options, split_weight=candidates.splits)
+    took_us = makespan_us(moved.order, tables[0], moved.recompute_steps)
+    return candidates.complete(candidate, (moved,), tables, took_us, [moved.as_offload], candidates.splits)
 
 
 def runs_of(options: Options, makespan_us: float) -> tuple[int, ...]:
@@ -83,7 +108,8 @@ def improve(decisions: Decisions, tables: Tables, problem: Problem, options: Opt
     bound_us = lower_bound_us(tables, decisions.chunks, problem, replace(options, offload=False, split_weight=split_weight))
     columns = tables.columns
     codes = encode(decisions.order, columns.num_chunks)
-    _, start_us = completed(decisions.order, tables, decisions.as_offload, problem.cap_bytes, split_weight)
+    split = with_split_weights if split_weight else None
+    _, start_us = completed(decisions.order, tables, decisions.as_offload, problem.cap_bytes, split)
     recompute_steps = list(chain.from_iterable(decisions.recompute_steps))
     now, best, trial = (
         StepChoice(integers(codes.actions), integers(recompute_steps), integers(columns.most)) for _ in range(3)
@@ -123,7 +149,7 @@ def _facts(
     small_rows = (row if len(row) <= SMALL_PLAN_ITEMS else [] for row in rows)
     dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) for row in small_rows]
     whole, filled = storage(trial.actions, codes.starts, columns)
-    sharded, most = has_shards(tables), 2 * np.diff(codes.starts)
+    sharded, most = has_added(tables), 2 * np.diff(codes.starts)
     return Facts(
         starts=codes.starts,
         columns=columns,

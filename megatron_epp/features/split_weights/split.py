@@ -1,4 +1,4 @@
-"""Weight gradients put into an order of whole backwards, where a rank would wait (`orders.completion`)."""
+"""Weight gradients put into an order of whole backwards, where a rank would wait (`split_orders`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from megatron_epp.planner.kernels.compiled import (
     compiled,
     float_zeros,
     floats,
-    inlined,
     integer_zeros,
     integers,
 )
-from megatron_epp.planner.kernels.live_bytes import step_bytes
+from megatron_epp.planner.kernels.live_bytes import leaves_bytes, step_bytes
 from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations
 
@@ -129,12 +128,6 @@ def spare_bytes(columns: PassTable, recompute_steps: IntegerList, caps: IntegerL
             if whole.actions[at] & KIND_MASK == BACKWARD:
                 way = columns.first_way[item] + recompute_steps[item]
                 whole.extra[at] = max(0, columns.split[way] - columns.whole[way])
-
-
-@inlined
-def leaves_bytes(columns: PassTable, item: int) -> bool:
-    """Return True if a backward leaves bytes for its weight gradient, or its chunk keeps none: on a stage without layers."""
-    return columns.weight_bytes[item] > 0 or columns.kept_bytes[columns.first_way[item]] + columns.forward_alloc[item] == 0
 
 
 @compiled

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_epp.features.split_weights.split import EAGER_GAP, Filled, Whole, split_off
+from megatron_epp.features.vocabulary.shard_insertion import Shards, insert
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, KIND_MASK
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled
 from megatron_epp.planner.kernels.live_bytes import fit_rank, trim
 from megatron_epp.planner.kernels.pass_table import PassTable
-from megatron_epp.planner.kernels.shard_insertion import Shards, insert
-from megatron_epp.planner.kernels.split import EAGER_GAP, Filled, Whole, split_off
 from megatron_epp.planner.kernels.timing import CopyColumns, Room, durations, play
 
 NEVER_US = 1e300

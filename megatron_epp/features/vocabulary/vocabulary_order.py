@@ -9,9 +9,9 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
+from megatron_epp.features.vocabulary import shard_insertion
 from megatron_epp.plan import Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps
-from megatron_epp.planner.kernels import shard_insertion
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.kernels.timing import STUCK
@@ -19,18 +19,6 @@ from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables, shard_peaks
 
 SHARD_KINDS = (*KINDS, Op.S, Op.N, Op.T)
-
-
-def has_shards(tables: Tables) -> bool:
-    """True if the costs have the output layer in shards over the ranks, which then need operations of their own."""
-    return Op.S in tables.added
-
-
-def completed_with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -> Order:
-    """Insert the operations of vocabulary shards if there are any and the order has none. Arguments as in `with_shards`."""
-    if not has_shards(tables) or any(action.op is Op.S for row in order for action in row):
-        return order
-    return with_shards(order, tables, recompute_steps)
 
 
 def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -> Order:

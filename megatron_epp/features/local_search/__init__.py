@@ -1,0 +1,1 @@
+"""Local search: small changes to small plans, kept where they are faster."""
