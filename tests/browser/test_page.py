@@ -182,19 +182,6 @@ def test_keys_zoom_pan_and_show_the_whole(page):
     assert page.visible() == [0, 1]
 
 
-def test_the_wheel_zooms_at_the_pointer(page, plan):
-    time_us = middle(plan, 0, 3)
-    before = page.point(0, 0, time_us)
-    script = """const [x, y] = arguments[0], pane = epp.panes[0];
-        const wheel = {clientX: x, clientY: y, deltaY: -300, ctrlKey: true, cancelable: true};
-        pane.holder.dispatchEvent(new WheelEvent("wheel", wheel))"""
-    page.driver.execute_script(script, before)
-    page.settle()
-    start, end = page.visible()
-    assert end - start < 0.6
-    assert page.point(0, 0, time_us)[0] == pytest.approx(before[0], abs=1.5)
-
-
 def test_a_row_of_the_table_highlights_its_chunk_in_all_plans_of_the_batch(page):
     page.click("#chunks tbody tr:nth-child(3)")
     assert page.ask("epp.state.chunk.chunk") == 2
@@ -236,14 +223,6 @@ def test_tab_reaches_timelines_and_table_and_arrows_choose_there(page):
         page.press("\ue004")
         reached.add(page.ask("document.activeElement.className || document.activeElement.id || document.activeElement.tagName"))
     assert {"lanes", "find", "TR", "theme", "help"} <= reached
-
-
-def test_help_opens_and_closes_by_key(page):
-    page.press("?")
-    assert page.ask("document.getElementById('keys').open")
-    assert "critical path on and off" in page.text("#keys")
-    page.press("\ue00c")
-    assert not page.ask("document.getElementById('keys').open")
 
 
 def test_dark_and_light_are_the_systems_until_one_is_chosen(page, browser, plan, tmp_path):
@@ -289,25 +268,3 @@ def test_many_narrow_boxes_are_drawn_as_shares_and_found_again_by_zooming(browse
     browser.move_to(0, 3, at)
     assert browser.text("#tooltip").startswith(f"{step.action}: ")
     assert [entry for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"] == []
-
-
-def test_few_ranks_leave_no_part_of_the_page_blank_and_slices_are_written_out(browser, tmp_path):
-    plan = sliced_plan(num_ranks=2, slices=4, batched=12)
-    for shown in (Shown("one", plan), Shown("one", plan, measured_run(plan, 1.5))):
-        browser.show(tmp_path, shown)
-        filled, available = browser.ask(
-            "[[...document.querySelectorAll('.pane')].reduce((sum, pane) => sum + pane.offsetHeight, 0),"
-            " document.getElementById('panes').clientHeight]"
-        )
-        assert 0.95 * available < filled <= available
-        assert browser.ask("document.querySelector('canvas.memory').offsetHeight") < 0.36 * available
-
-
-def test_a_row_of_the_table_shows_whole_numbers_and_breaks_between_slices_only(browser, tmp_path):
-    browser.show(tmp_path, Shown("long", sliced_plan(num_ranks=4, slices=12, batched=12, tokens=16_000)))
-    times = browser.ask("[...document.querySelectorAll('#chunks td:nth-child(4)')].map((cell) => cell.textContent)")
-    assert max(map(len, times)) == len("288.00 ms")
-    cut = "[...document.querySelectorAll('#chunks td')].filter((cell) => cell.scrollWidth > cell.clientWidth).length"
-    assert browser.ask(cut) == 0
-    lines = "[...document.querySelectorAll('#chunks td:last-child span')].map((entry) => entry.offsetHeight)"
-    assert len(set(browser.ask(lines))) == 1, "each entry is on one line"

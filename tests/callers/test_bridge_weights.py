@@ -126,7 +126,6 @@ def test_weights_of_a_hugging_face_folder_train_by_a_recipe_and_return(ranks: No
     of_ranks(job(1, "bridge_weights:imported", source=model, target=checkpoint))
     before = [logits_of_folder(model, tokens) for tokens in texts]
     torch.testing.assert_close(logits_of_checkpoint(checkpoint), before[0], rtol=TOLERANCE, atol=TOLERANCE)
-
     folders = f"data_path={data} pretrained_checkpoint={checkpoint} save={saved} load={saved}"
     flags = flags_of(recipe, model, f"{BY_PLANS} {folders}")
     finished = launch(2, RECORDER, *flags, env={"RECORD_TO": str(tmp_path)})
@@ -139,7 +138,6 @@ def test_weights_of_a_hugging_face_folder_train_by_a_recipe_and_return(ranks: No
     ]
     steps = json.loads((tmp_path / "rank1.json").read_text())["steps"]
     assert steps["1"]["loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=TOLERANCE)
-
     (own,) = saved.glob("iter_*")
     shutil.copy(checkpoint / "iter_0000000" / "run_config.yaml", own)
     of_ranks(job(1, "bridge_weights:exported", source=model, checkpoint=saved, target=exported))

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_epp.contrib.demos import rounds
 from megatron_epp.contrib.demos.rounds import Occupancy, OthersMeter, doubt, turns
-from megatron_epp.plan.simulation import simulate
 from megatron_epp.tools.launch.runs import RecordedRun
 from scripts.bench.alone import replayed_us
 from tests.support.plan.report_plans import measured_run, sliced_plan
@@ -39,24 +38,6 @@ def test_a_difference_is_doubted_where_the_machine_was_busy_or_ranges_overlap():
     assert "one round" in doubt(FAST, (30.0,), quiet)
 
 
-@pytest.mark.parametrize("stat", [None, "", "cpu  0 0 0 0 0 0 0 0 0 0\n", "intr 5\n"])
-def test_a_system_that_does_not_tell_has_no_figures(tmp_path, monkeypatch, stat):
-    monkeypatch.setattr(rounds, "_PROC", tmp_path)
-    if stat is not None:
-        (tmp_path / "stat").write_text(stat)
-    assert rounds._others_s() is None
-
-
-def test_time_of_others_is_that_of_all_programs_but_idle_cores_less_what_this_one_used(tmp_path, monkeypatch):
-    (tmp_path / "stat").write_text("cpu  10 20 30 9000 900 40 50 60 5 5\ncpu0 1 1 1 1\n")
-    monkeypatch.setattr(rounds, "_PROC", tmp_path)
-    for path, text in {"self/task/5/children": "7 ", "7/stat": f"7 (a rank) S 1 (x) S {'9 ' * 10} 4 3 2 1 9 9"}.items():
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_text(text)
-    monkeypatch.setattr(os, "times", lambda: (0.1, 0.2, 0.3, 0.4, 99.0))
-    assert rounds._others_s() == pytest.approx((210 - 10) / os.sysconf("SC_CLK_TCK") - 1.0)
-
-
 @pytest.mark.skipif(rounds._others_s() is None, reason="needs /proc/stat of Linux with figures")
 def test_time_of_a_process_that_this_one_started_and_waited_for_is_its_own():
     work, before = "import time\nwhile time.process_time() < 0.3: pass", sum(os.times()[:4])
@@ -67,15 +48,6 @@ def test_time_of_a_process_that_this_one_started_and_waited_for_is_its_own():
     occupancy = others.occupancy(num_ranks=1)
     assert 0.0 <= occupancy.others <= occupancy.num_cores
     assert (occupancy.num_ranks, occupancy.num_cores) == (1, os.cpu_count())
-
-
-def test_without_a_measurement_the_load_of_others_is_unknown():
-    assert OthersMeter().occupancy(num_ranks=2).others is None
-
-
-def test_a_run_as_planned_replays_as_planned():
-    plan = sliced_plan(num_ranks=3)
-    assert replayed_us(plan, measured_run(plan, slowdown=1.0)) == simulate(plan).makespan_us
 
 
 def test_slow_actions_show_in_the_replay_and_late_ones_do_not():

@@ -14,13 +14,9 @@ from megatron_epp.contrib.overlap.turns import PairRunner, Turns
 from scripts.bench.orders.unit import Unit
 
 ARGUMENTS = {
-    "tensor_model_parallel_size": 2,
-    "num_experts": None,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "tp_comm_overlap": False,
-    "timing_log_level": 0,
-}
+    "tensor_model_parallel_size": 2, "num_experts": None, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "tp_comm_overlap": False, "timing_log_level": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,6 @@ def test_groups_end_earlier_than_one_degree_where_that_leaves_the_node(made: Pla
 
 
 def faults(made: Plan, *groups: Group, rank_tokens: int | None = None) -> str:
-    """Return `check`'s report of a plan whose first chunk has these groups."""
     own = groups_of(made)
     tokens = own.rank_tokens if rank_tokens is None else (rank_tokens, *own.rank_tokens[1:])
     tampered = replace(own, of_chunk=(groups, *own.of_chunk[1:]), rank_tokens=tokens)

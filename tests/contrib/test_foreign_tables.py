@@ -29,7 +29,6 @@ ORDERS = {"1F1B": ONE_F_ONE_B, "split weights": SPLIT, "looped": LOOPED, "V": V}
 
 
 def local(rows: Rows, rank: int, stage: int) -> int:
-    """Return the number of a stage among those of its rank."""
     return sorted({action.stage for action in rows[rank]}).index(stage)
 
 
@@ -70,7 +69,6 @@ def among_other_lines(rows: Rows) -> str:
 
 
 def csv(rows: Rows) -> str:
-    """Write rows as torch.distributed.pipelining does."""
     return "\n".join(",".join(map(str, row)) for row in rows)
 
 

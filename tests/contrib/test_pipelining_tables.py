@@ -62,7 +62,6 @@ def test_the_sends_and_receives_of_a_table_are_proven_under_one_queue(tmp_path: 
 
 
 def moved(table: str, cell: str, before: str) -> str:
-    """Move a cell of a table before another one."""
     return table.replace(f",{cell}", "").replace(before, f"{cell},{before}")
 
 
@@ -124,7 +123,6 @@ def rows_of(name: str) -> dict[int, list[Any]]:
 
 
 def table_of(rows: dict[int, list[Any]]) -> str:
-    """Return rows as torch writes them."""
     text = io.StringIO()
     csv.writer(text).writerows(rows.values())
     return text.getvalue()

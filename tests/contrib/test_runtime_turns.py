@@ -107,8 +107,6 @@ def with_steps(*pairs):
 
 
 class PausingStage(PlainStage):
-    """Hands over in the middle of every pass."""
-
     def forward(self, context, hidden):
         output = super().forward(context, hidden)
         turns.hand_over()

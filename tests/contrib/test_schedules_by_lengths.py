@@ -60,7 +60,6 @@ def test_no_division_into_pieces_has_less_latency(p: int, seed: int):
 
 
 def linear(fixed_us: float, per_token_us: float = 1.0, per_pair_us: float = 0.0, stages: int = 4) -> PipelineCosts:
-    """Costs of stages whose forwards and backwards take one such time together."""
     forward = LinearTime(fixed_us / 3, per_token_us / 3, per_pair_us / 3)
     kept = {"layer_bytes_per_token": 1.0, "recomputed_layer_bytes_per_token": 0.0, "kv_bytes_per_token": 0.0}
     stage = stage_of(num_layers=1, forward=forward, backward=forward.scaled(2), **kept)
@@ -269,8 +268,3 @@ def test_more_memory_retains_more():
     kept = [retained(plan(p, COSTS, Options(planner="chunkflow", chunk_tokens=4096)), 0) for p in asked]
     assert kept == sorted(kept)
     assert kept[0] < kept[-1] == 16
-
-
-def test_without_a_cap_nothing_is_recomputed():
-    made = plan(problem((65_536, 300, 9000), 4), pipeline(4), Options(planner="chunkflow"))
-    assert not any(again.num_layers for row in made.recompute for again in row)

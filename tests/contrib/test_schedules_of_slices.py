@@ -47,7 +47,6 @@ def of_slimpipe(lengths: tuple[int, ...] = LENGTHS, multiple: int = 1, **asked: 
 
 
 def slices_of(made: Plan, sequence: int = 0) -> list[int]:
-    """Return the tokens of a sequence's slices."""
     parts = [chunk.segments[0] for chunk in made.chunks]
     return [part.end - part.start for part in parts if part.sequence == sequence]
 
@@ -82,13 +81,6 @@ def test_greedy_is_as_fast_as_slimpipe_where_slices_of_equal_length_are_best():
     costs = bench_costs(Layout.of_layers(even_layers(LAYERS, 8), Placement("looped", 4, 2)), max(problem.lengths))
     ours, theirs = (plan(problem, costs, Options(planner=name)) for name in ("greedy", "slimpipe"))
     assert ours.predicted.makespan_us <= 1.005 * theirs.predicted.makespan_us
-
-
-def test_slimpipe_cuts_other_sequences_where_it_cuts_the_longest():
-    made = of_slimpipe(slices=6)
-    assert slices_of(made) == [5000] * 6
-    assert slices_of(made, 1) == [5000] * 5 + [3000]
-    assert slices_of(made, 2) == [5000, 4000]
 
 
 @pytest.mark.parametrize(("p", "n"), [(4, 4), (4, 8), (4, 16), (8, 16)])
@@ -224,7 +216,6 @@ def lifetimes(made: Plan) -> dict[tuple[int, int], float]:
 
 
 def longest_lived(made: Plan, rank: int, count: int) -> set[tuple[int, int]]:
-    """Return the stages and chunks of a rank with the longest lifetimes."""
     of_rank = {item: us for item, us in lifetimes(made).items() if made.placement[item[0]] == rank}
     return set(sorted(of_rank, key=lambda item: -of_rank[item])[:count])
 
@@ -246,13 +237,7 @@ def test_chronos_offloads_what_lives_longest_as_far_as_the_link_has_time(link: i
     assert made.predicted.makespan_us == pytest.approx(unit.makespan_us(without))
 
 
-def test_chronos_offloads_deep_stages_too_where_the_link_has_time_for_all():
-    made = Unit("chronos", 4, 16, link=1).with_copies()
-    assert all(share == 1 for row in made.offload_share[:7] for share in row)
-
-
 def under(cap: int, offload: bool) -> Plan:
-    """Return ChronosPipe's plan of a skewed batch under a cap."""
     costs = replace(costs_of(), host_us_per_byte=1 / 25_000, host_latency_us=10.0)
     return plan(Problem(LENGTHS, TWO_EACH, (cap,) * 4), costs, Options(planner="chronos", slices=6, offload=offload))
 
@@ -273,10 +258,3 @@ def test_chronos_recomputes_what_lives_longest_next_to_copies_too(offload: bool,
     assert any(made.copies) == offload
     assert any(recomputed(made)[:4])
     assert any(recomputed(made)[4:]) == deep_too
-
-
-def test_shallow_stages_live_longest_in_a_skewed_batch_of_chronos_too():
-    found = lifetimes(under(UNLIMITED_BYTES, offload=False))
-    for rank in range(4):
-        shallow_us, deep_us = (sum(us for (at, _), us in found.items() if at == stage) for stage in (rank, rank + 4))
-        assert shallow_us > deep_us

@@ -44,7 +44,6 @@ def check_schedule(name: str, figures: Figures, _: Path) -> None:
 
 
 def check_turns(figures: Figures) -> None:
-    """The two actions of a step take turns in the midst of their layers."""
     joined = sum(plan["joined"] for plan in plans_of(figures))
     assert joined > 0
     assert figures["turns"] > 2 * 2 * joined  # two on each tensor-parallel rank, if the second ran when the first had ended

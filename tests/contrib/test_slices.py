@@ -131,19 +131,3 @@ def test_packing_loses_nothing_and_keeps_the_token_limit(seed: int):
     assert beside == [tail.tokens for tail in tails] + [0] * (len(buckets) - len(tails))
     assert all(bucket.tokens <= 1000 + 50 * seed for bucket in buckets)
     assert all(bucket.sequences for bucket in buckets[len(tails) :])
-
-
-def test_the_time_limit_is_loosened_when_the_tails_are_full_and_all_fresh_buckets_are_open():
-    buckets = pack(
-        [PackedItem(90.0, 10, (7,))],
-        [PackedItem(60.0, 60, (0,)), PackedItem(60.0, 60, (1,)), PackedItem(20.0, 20, (2,))],
-        100.0,
-        token_limit=100,
-    )
-    assert [bucket.time_us for bucket in buckets] == [90.0, 80.0, 60.0]
-
-
-def test_a_sequence_goes_where_time_per_token_is_smallest():
-    tails = [PackedItem(50.0, 10, (8,)), PackedItem(50.0, 40, (9,))]
-    buckets = pack(tails, [PackedItem(20.0, 20, (0,))], time_limit_us=100.0, token_limit=100)
-    assert [bucket.sequences for bucket in buckets] == [[], [0]]

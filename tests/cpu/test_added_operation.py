@@ -50,7 +50,6 @@ def rows(costs, sites, work):
 
 @contextmanager
 def defined():
-    """The operation is in the table while the context lasts."""
     yield register(
         Operation(
             op=K,

@@ -86,14 +86,6 @@ def test_a_sampler_draws_groups_of_sequences_whose_loss_is_computed_together():
     iterator.close()
 
 
-def test_without_a_planner_batches_have_no_plan():
-    iterator = batches(make_plan=None, mask_loss_of=3)
-    batch = next(iterator)
-    assert batch.plan is None
-    assert batch.mask_loss_of == 3
-    iterator.close()
-
-
 def test_plans_are_made_ahead_but_not_without_bound():
     made = []
     asked_for_fourth = threading.Event()

@@ -88,7 +88,6 @@ def fail_at(rank, links, number, kind):
 
 
 def disagree(rank, links):
-    """The error of a rank whose sampler has another seed."""
     try:
         next(batches(rank, links, packed, seed=1 + rank))
     except EppError as error:

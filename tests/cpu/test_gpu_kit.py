@@ -75,21 +75,6 @@ def test_what_measures_no_time_runs_side_by_side_and_all_is_reported(kit, tmp_pa
     assert {step["step"] for step in kit_report.joined(tmp_path)["steps"]} == {"executor", "kernels", "race"}
 
 
-def test_what_is_missing_is_left_out_and_named(kit):
-    lines = commands(kit("--dry-run", pytest=1, megatron=1).stdout)
-    left_out = {name: line for name, line in lines.items() if line.startswith("left out")}
-    assert left_out["tests-executor"] == "left out: pytest is not installed"
-    assert left_out["peaks"] == left_out["first-run"] == "left out: Megatron is not installed"
-    assert lines.keys() - left_out.keys() == {"planner", "doctor", "kernels", "executor", "memory", "memory-fixed", "profile"}
-
-
-def test_without_a_gpu_commands_are_reduced_and_tests_of_gpus_left_out(kit):
-    lines = commands(kit("--dry-run", gpu=1).stdout)
-    assert all("--reduced" in lines[name] for name in ("kernels", "executor", "memory", "first-run", "race"))
-    assert lines["tests-executor"] == "left out: it needs a GPU, and the full sizes"
-    assert "--model tiny-gpt" in lines["profile"]
-
-
 def test_it_goes_on_when_a_command_fails_or_takes_too_long_and_reports_each(kit, tmp_path):
     folder = tmp_path / "kit"
     found = kit("--output", str(folder), "--steps", "doctor,executor,memory,tests-megatron", limit="1", megatron=1)
@@ -110,18 +95,6 @@ def test_it_goes_on_when_a_command_fails_or_takes_too_long_and_reports_each(kit,
         assert line in text
 
 
-def test_a_mistake_is_told_in_a_line(kit):
-    for options, lacks, says in (
-        (["--fast"], {}, "unknown option --fast"),
-        (["--steps"], {}, "--steps needs a value"),
-        ([], {"torch": 1}, "set EPP_PYTHON to a Python that has both"),
-    ):
-        found = kit(*options, **lacks)
-        assert found.returncode == 2
-        assert says in found.stderr
-        assert len(found.stderr.splitlines()) == 1
-
-
 def test_the_parts_run_reduced_and_a_part_that_fails_says_so(monkeypatch, tmp_path):
     def copies(unit):
         return 1 / 0
@@ -139,15 +112,3 @@ def test_peaks_are_counted_without_a_device():
     sliced, _ = bench.plans(12, 0)
     again, _ = bench.plans(12, 4)
     assert 0 < bench.peaks(again)["counted"] < bench.peaks(sliced)["counted"]
-
-
-def test_copies_beside_compute_are_counted_once():
-    found = bench._hidden([("0F0", 0.0, 10.0), ("0O0", 5.0, 25.0), ("0B0", 20.0, 30.0)])
-    assert found == {"copies_us": 20.0, "hidden_by_compute": 0.5}
-    assert bench._hidden([("0F0", 0.0, 1.0)])["hidden_by_compute"] is None
-
-
-def test_a_full_run_is_refused_without_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
-    with pytest.raises(SystemExit, match="there is no GPU here; --reduced shows on a CPU that the script works"):
-        bench.BENCH.main(["-o", str(tmp_path)])

@@ -17,7 +17,6 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Runs the launcher with a stand-in for torchrun's own main."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     for name in ALLOCATOR:
@@ -88,8 +87,6 @@ def test_under_a_users_own_torchrun_its_summary_has_the_refusal_and_the_rank_pri
     monkeypatch.delenv(lifetime.FILE_VARIABLE)
     assert not lifetime.hand_over("without torchrun it is printed as well", 1)
 
-
-# ---- the short form of the output ------------------------------------------------------------------------------------
 
 PRINTED = """\
 no GPU found: Megatron runs on the CPU

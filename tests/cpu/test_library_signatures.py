@@ -9,7 +9,6 @@ import json
 import re
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +19,8 @@ from megatron_epp.runtime.attention.kernels import AttentionCase, flash
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.links import nccl, objects
 from megatron_epp.tools.cli.doctor import _TORCH
-from scripts import write_signatures
 from scripts.write_signatures import TORCH_FILE as FILE
-from scripts.write_signatures import Call, calls, fields, operator, trees
+from scripts.write_signatures import Call, calls, trees
 from tests.support.mcore import mamba_stand_in
 from tests.support.runtime.attention_libraries import install, lengths_of, releases_of
 from tests.support.runtime.signatures import SIGNATURES, signature
@@ -100,20 +98,6 @@ def test_torchs_own_operators_take_what_they_are_called_with(monkeypatch):
     assert calls[forward]["dropout_p"] == calls[backward]["dropout_p"] == 0.0
 
 
-SOURCE = """
-class Store:
-    def put(self, tensors, *, last=None, first): ...
-def function(q, k=None, /, v=1): ...
-"""
-
-
-def test_parameters_are_read_from_sources():
-    assert write_signatures.parameters(SOURCE, "Store.put") == ["self", "tensors", "*last=", "*first"]
-    assert write_signatures.parameters(SOURCE, "function") == ["q", "k=", "v="]
-    assert write_signatures.parameters(SOURCE, "Store.pop") is None
-    assert isinstance(write_signatures.FILE, Path)
-
-
 def test_the_stand_in_for_mambas_kernel_takes_what_every_release_takes():
     names = list(inspect.signature(mamba_stand_in.mamba_split_conv1d_scan_combined).parameters)
     (*_, last), main = SIGNATURES["mamba-ssm"]["mamba_split_conv1d_scan_combined"]
@@ -126,12 +110,10 @@ RELEASES = [release for releases, _ in RECORD["torch.distributed.irecv"] for rel
 
 
 def parameters_of(name, release):
-    """Parameters of a function in a release; None if it has no such function."""
     return next((names for releases, names in RECORD.get(name, ()) if release in releases), None)
 
 
 def misfit(call, names):
-    """Why a call does not fit parameters; empty if it does."""
     by_position = [name.rstrip("=") for name in names if not name.startswith("*")]
     if call.positional > len(by_position):
         return f"{call.positional} arguments, of {len(by_position)}"
@@ -164,21 +146,6 @@ def test_every_call_fits_every_release():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    ("call", "why"),
-    [
-        (Call("f", 2, ("group",), True, ""), ""),
-        (Call("f", 1, (), False, ""), ""),
-        (Call("f", 1, ("group",), True, ""), "missing: b"),
-        (Call("f", 2, ("grp",), True, ""), "unknown: grp"),
-        (Call("f", 2, ("b",), True, ""), "twice: b"),
-        (Call("f", 4, (), True, ""), "4 arguments, of 3"),
-    ],
-)
-def test_a_call_that_does_not_fit_is_told(call, why):
-    assert misfit(call, ["a", "b", "group=", "*scale="]) == why
-
-
 def test_groups_are_made_with_what_every_release_takes(monkeypatch):
     given = {}
     monkeypatch.setattr(objects, "from_each_of_job", lambda mine: [mine])
@@ -202,24 +169,3 @@ def test_fields_of_a_communicators_options_exist_in_every_release():
     wanted = written | {"config", "is_high_priority_stream", *nccl._CONFIG} - {"net_name"}
     for release in RELEASES:
         assert wanted <= {name.rpartition(".")[2] for name in parameters_of("options", release)}
-
-
-OPERATORS = """
-- func: first(Tensor q, float p=0.0, bool causal=False, *, Tensor? mask=None, SymInt[2] size) -> (Tensor, Tensor lse)
-- func: first.out(Tensor other, *, Tensor(a!) out) -> Tensor(a!)
-"""
-STUBS = """
-class ProcessGroupNCCL(Backend):
-    class Options(Backend.Options):
-        config: int
-        def __init__(self, flag: bool = False): ...
-        @property
-        def name(self) -> str: ...
-    other: int
-"""
-
-
-def test_operators_and_fields_are_read_from_torchs_files():
-    assert operator(OPERATORS, "first") == ["q", "p=", "causal=", "*mask=", "*size"]
-    assert operator(OPERATORS, "second") is None
-    assert fields(STUBS) == ["ProcessGroupNCCL.Options.config", "ProcessGroupNCCL.Options.name"]

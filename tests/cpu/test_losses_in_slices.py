@@ -388,7 +388,6 @@ def of_random_model(loss):
 
 
 def in_float64(loss, leaves):
-    """The same leaves in float64, and as `formula` takes them."""
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     last = -1 if getattr(loss, "has_entropy", False) else 0
     return doubles, [(rows[0], rows[1 : 1 + TOP].t() if len(rows) > TOP else rows.t(), rows[last], rows[0]) for rows in doubles]
@@ -493,7 +492,6 @@ def test_settings_under_which_a_loss_is_none_are_refused(said):
 
 
 def own(name, call, *arguments, base=NextToken, **attributes):
-    """A loss of one's own, which calls this with its rows."""
     return type(name, (base,), {"__call__": lambda self, rows: call(rows), **attributes})(*arguments)
 
 
@@ -532,13 +530,6 @@ def test_what_is_wrong_with_a_loss_of_ones_own_is_said_by_its_name(batch, weight
         trained_with(loss, CUTS["each whole"], samples_for(loss, batch), weight)
 
 
-def test_an_error_inside_of_a_shipped_loss_is_told_too(batch, weight, monkeypatch):
-    monkeypatch.setattr(NextToken, "columns", ())
-    loss = NextToken(weight_column="absent")
-    with pytest.raises(EppError, match=r"loss NextToken fails at .* reads absent, which is not in its columns"):
-        trained_with(loss, CUTS["each whole"], samples_for(loss, batch), weight)
-
-
 @pytest.mark.parametrize("marks", [(1.0,), (1.0, 1.0), (1.0, 0.0, 0.0), (0.5, 0.5)])
 def test_a_preference_is_of_two_samples_one_of_them_preferred(batch, marks):
     given = [batch[1] | {"group": 3, "preferred": mark, "reference_logprobs": 0.0} for mark in marks]
@@ -551,17 +542,6 @@ def test_a_preference_is_of_two_samples_one_of_them_preferred(batch, marks):
 def test_a_group_is_an_integer_or_a_text(batch, group):
     with pytest.raises(EppError, match="a sample: group must be an integer or a text, the same for samples with one loss"):
         TokenSample.of(batch[1] | {"group": group}, columns_of(Preference()), "a sample")
-
-
-def test_sequences_without_trained_tokens_have_mean_0():
-    rows = Rows(torch.ones(3), torch.tensor([1.0, 1.0, 0.0]), {}, None, torch.tensor([0, 0, 1]), 3)
-    assert rows.means(torch.tensor([2.0, 4.0, 9.0])).tolist() == [3.0, 0.0, 0.0]
-    assert rows.trained.tolist() == [1.0, 0.0, 0.0]
-
-
-def test_ratios_are_clipped_by_a_fifth_unless_said_otherwise():
-    """Schulman et al. 2017, table 3."""
-    assert (ClippedRatio().clip_low, ClippedRatio().clip_high) == (0.2, 0.2)
 
 
 def test_what_a_policy_loss_logs_is_weighed_as_its_tokens_are():

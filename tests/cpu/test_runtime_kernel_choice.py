@@ -162,16 +162,12 @@ def test_empty_segments_change_no_bit(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "cudnn", "reason"),
     [
-        ((9, 0), 92400, None),
-        ((10, 0), 90600, None),
-        ((8, 0), 92400, "9.0 and newer"),
-        ((12, 0), 92400, "a plan for every chunk"),
-        ((9, 0), 90501, "a plan for every chunk: 9.6 is needed"),
+        ((9, 0), 92400, None), ((10, 0), 90600, None), ((8, 0), 92400, "9.0 and newer"),
+        ((12, 0), 92400, "a plan for every chunk"), ((9, 0), 90501, "a plan for every chunk: 9.6 is needed"),
         ((9, 0), 91000, "refuses cuDNN 91000 (9.10.0 and 9.10.1) for packed sequences: 9.10.2 is needed"),
-        ((9, 0), 91001, "9.10.2 is needed"),
-        ((9, 0), 91002, None),
+        ((9, 0), 91001, "9.10.2 is needed"), ((9, 0), 91002, None),
     ],
-)
+)  # fmt: skip
 def test_cudnn_serves_where_plans_are_for_classes_of_chunks(monkeypatch, capability, cudnn, reason):
     install(monkeypatch, "transformer-engine")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

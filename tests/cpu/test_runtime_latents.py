@@ -27,7 +27,6 @@ HEAD_BYTES = 2 * token_class(1) * (UNROTATED + ROTATED + CHANNELS + 1) * 8
 
 
 def at_a_time(monkeypatch, heads):
-    """Let latent attention run so many heads at a time."""
     monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", 2 * heads * HEAD_BYTES)
     assert sizing.expanded_at_once(40, QUERY_HEADS, HEAD_BYTES / 2 / token_class(1)) == heads
 

@@ -52,7 +52,6 @@ def expected(plan, dtype):
 
 
 def run(ranks, plan, dtype=torch.float32, **options):
-    """The results of all stages, in order."""
     if plan.num_ranks == 1:
         found = run_plan(0, None, plan, dtype, **options)
     else:
@@ -98,15 +97,10 @@ def test_the_batches_are_what_they_are_called():
 @pytest.mark.parametrize(
     ("make", "last"),
     [
-        (one_rank_split, "W0"),
-        (one_rank_two_stages, "B0 B2"),
-        (two_ranks, "B2"),
-        (two_ranks_split, "W2 W0"),
-        (v_shape, "B2"),
-        (v_shape_split, "W0 W2"),
-        (looped, "B2"),
+        (one_rank_split, "W0"), (one_rank_two_stages, "B0 B2"), (two_ranks, "B2"), (two_ranks_split, "W2 W0"), (v_shape, "B2"),
+        (v_shape_split, "W0 W2"), (looped, "B2"),
     ],
-)
+)  # fmt: skip
 def test_hand_made_plans_reduce_once_per_stage_around_the_last_action_that_gives_gradients(ranks, make, last, recompute):
     plan = make(recompute_layers=recompute)
     results = run(ranks, plan)

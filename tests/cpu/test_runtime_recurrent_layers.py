@@ -72,7 +72,6 @@ def check_slices(
         (out * factors[q]).sum().backward()
     tensors = [*inputs.values(), *weights.values()]
     expected = gradients_of(tensors)
-
     chunks = [Chunk((Segment(*part), *(Segment(*other) for other in COMPANY[at]))) for at, part in enumerate(CUTS)]
     kv_cache, outputs = SlicedKVCache(), []
     for chunk in chunks:
@@ -120,7 +119,6 @@ def rule(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tenso
 
 
 def convolve(rows: Tensor, filters: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """Convolve packed sequences, as flash-linear-attention's kernel does."""
     ahead = filters.shape[-1] - 1
     parts = [functional.pad(rows[0, start:end].t()[None], (ahead, 0)) for start, end in pairwise(offsets.tolist())]
     out = [functional.conv1d(part, filters[:, None], bias, groups=len(filters))[0].t() for part in parts]
@@ -128,8 +126,6 @@ def convolve(rows: Tensor, filters: Tensor, bias: Tensor | None, offsets: Tensor
 
 
 class DeltaNet(torch.nn.Module):
-    """Projections around two gated delta nets."""
-
     width = DELTA_WIDTH
 
     def __init__(self, packs: bool) -> None:
@@ -191,8 +187,6 @@ def scan(
 
 
 class StateSpaceNet(torch.nn.Module):
-    """Projections around two Mamba-2 layers."""
-
     width = INNER
 
     def __init__(self) -> None:

@@ -66,7 +66,6 @@ def streams(draw):
 
 @st.composite
 def backward_orders(draw, chunks):
-    """Any order in which the slices of a sequence go last to first."""
     order = draw(st.permutations(range(len(chunks))))
     roots = list(range(len(chunks)))
     for c, before in enumerate(slice_neighbours([chunk(*segments) for segments in chunks]).previous):

@@ -13,7 +13,6 @@ KIB = 1024
 
 
 def leaf(kib):
-    """A float32 tensor of so many KiB that requires gradients."""
     return torch.ones(kib * KIB // 4, requires_grad=True)
 
 

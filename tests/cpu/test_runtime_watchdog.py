@@ -123,8 +123,6 @@ def test_a_device_that_answers_with_errors_makes_no_progress_and_is_reported(wat
 
 
 class Training:
-    """Something to watch, which says when it has been looked at."""
-
     def __init__(self):
         self.looks = threading.Semaphore(0)
 

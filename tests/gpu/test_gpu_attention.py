@@ -21,7 +21,6 @@ TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 def dense(q, k, v, scale):
-    """Causal attention of the last queries, written out."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhc,khc->hqk", q, k) * scale
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + k.shape[0] - q.shape[0])
@@ -29,7 +28,6 @@ def dense(q, k, v, scale):
 
 
 def usable(kernel, case):
-    """The kernel, or a skip with what it lacks."""
     if obstacle := kernel.obstacle(case):
         pytest.skip(f"{kernel.name}: {obstacle}")
     return kernel

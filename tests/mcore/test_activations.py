@@ -29,7 +29,6 @@ NEEDS_TE = "moonlight-16b-a3b"
 
 
 def small(flags: dict[str, Any]) -> list[str]:
-    """Flags of a model of the same kind, so small that it runs here."""
     bears = {name: value for name, value in flags.items() if name.startswith(_BEARS) and name not in _LEFT_OUT}
     sizes = {name: value for name, value in SMALL.items() if name in flags or name in ("ffn_hidden_size", "kv_channels")}
     if "kv_lora_rank" in flags:
@@ -45,12 +44,8 @@ def small(flags: dict[str, Any]) -> list[str]:
 
 CPU = ["--hidden-dropout", "0", "--attention-dropout", "0", "--transformer-impl", "local"]
 LLAMA = {
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "bf16": True,
-}
+    "normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "disable_bias_linear": True, "bf16": True,
+}  # fmt: skip
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 LATENT = {"multi_latent_attention": True, **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_head_dim"), 8)}
 LATENT |= {"qk_pos_emb_head_dim": 8, "v_head_dim": 20, "rope_type": "rope", "qk_layernorm": True}
@@ -61,16 +56,11 @@ DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 ATTENTION = {
-    "all heads": {},
-    "grouped": GROUPED,
-    "qk norms": GROUPED | {"qk_layernorm": True},
-    "biases": GROUPED | {"add_qkv_bias": True},
-    "a gate": GROUPED | {"attention_output_gate": True},
-    "not fused": GROUPED | {"qk_layernorm": True, "no_rope_fusion": True, "no_bias_swiglu_fusion": True},
-    "latents": LATENT,
-    "delta nets": DELTA,
-    "delta nets, heads shared": DELTA | {"linear_num_value_heads": 4},
-}
+    "all heads": {}, "grouped": GROUPED, "qk norms": GROUPED | {"qk_layernorm": True},
+    "biases": GROUPED | {"add_qkv_bias": True}, "a gate": GROUPED | {"attention_output_gate": True},
+    "not fused": GROUPED | {"qk_layernorm": True, "no_rope_fusion": True, "no_bias_swiglu_fusion": True}, "latents": LATENT,
+    "delta nets": DELTA, "delta nets, heads shared": DELTA | {"linear_num_value_heads": 4},
+}  # fmt: skip
 MLP = {
     "dense": {},
     "biases": {"disable_bias_linear": False},

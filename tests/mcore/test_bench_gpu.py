@@ -9,9 +9,6 @@ import sys
 
 import pytest
 
-from megatron_epp.plan import Action
-from megatron_epp.plan.measured import Event, Measured
-from megatron_epp.tools.launch.runs import TrainingError
 from scripts.bench.gpu import bench as bench_gpu
 from scripts.bench.gpu import runs as gpu_runs
 from scripts.bench.gpu.ranks import TWO, Row, compare
@@ -33,28 +30,22 @@ def test_every_part_runs_and_its_figures_fit_together(report):
     assert list(report) == list(bench_gpu.PARTS)
     assert all("failed" not in part and part["seconds"] >= 0 for part in report.values())
     parity, slices, copies, race = (report[name] for name in ("parity", "slices", "copies", "race"))
-
     assert parity["met"], parity
     assert all(row["theirs"] > 0 for row in parity["rows"].values()), "bf16 and fp32 cannot agree to the bit"
-
     speed = slices["tokens_per_second"]
     assert slices["sliced_over_unsliced"] == pytest.approx(speed["sliced"] / speed["unsliced"])
     assert slices["losses"]["sliced"] == pytest.approx(slices["losses"]["unsliced"], rel=1e-4)
-
     free, capped = report["peaks"]["rows"].values()
     assert free["recompute_share"] == 0 < capped["recompute_share"]
     assert capped["measured_bytes"] < free["measured_bytes"]
     for row in (free, capped):
         assert row["error"] == pytest.approx(row["planned_bytes"] / row["measured_bytes"] - 1)
-
     assert copies["offload_share"] > 0
     assert copies["copies_us"] > 0
     assert 0 <= copies["hidden_share"] <= 1
-
     assert race["failures"] == {}
     assert set(race["tokens_per_second"]) == {"plans", "packed, all recomputed", "packed, 1 layers kept"}
     assert race["losses"]["plans"][:3] == pytest.approx(race["losses"]["packed, 1 layers kept"][:3], rel=1e-2)
-
     for name in ("ranks-1", "ranks-2", "ranks-4", "loops"):
         assert report[name]["met"], report[name]
 
@@ -67,34 +58,3 @@ def test_a_training_that_differs_or_fails_is_told_from_one_that_agrees(tmp_path,
     assert not found["other weights"]["holds"]
     assert found["other weights"]["ours"] > 1e-3 > found["other weights"]["allowed"]
     assert "epp-slices" in found["refused"]["failed"]
-
-
-def test_copies_are_hidden_where_their_own_rank_computes():
-    def events(*rows):
-        return tuple(Event(Action.parse(text), start, end) for text, start, end in rows)
-
-    first = events(("0F0", 0, 10), ("0O0", 4, 14), ("0L0", 20, 30), ("0B0", 25, 40))
-    second = events(("1F0", 10, 20))
-    found = bench_gpu.hidden_copies([Measured("", (first, second))])
-    assert found == {"copies_us": 20, "hidden_share": (6 + 5) / 20}
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB.", gpu_runs.OutOfMemory),
-        ("[rank0]: RuntimeError: something else", TrainingError),
-    ],
-)
-def test_a_run_that_finds_no_memory_is_told_from_one_that_fails(tmp_path, monkeypatch, text, error):
-    def train(folder, ranks, settings, limit_s, environment):
-        folder.mkdir(parents=True)
-        (folder / "train.log").write_text(f"starting\n{text}\nmore\n")
-        raise TrainingError("training failed")
-
-    monkeypatch.setattr(gpu_runs, "train", train)
-    settings = gpu_runs.Sizes.reduced().settings(64)
-    with pytest.raises(error) as raised:
-        gpu_runs.Launches(tmp_path, 60).run("long unsliced", settings, (64,))
-    if error is gpu_runs.OutOfMemory:
-        assert "Tried to allocate 64.00 GiB" in str(raised.value)

@@ -24,8 +24,6 @@ from megatron_epp.tools.formulas.library import load_flags, shape_of
 
 
 class Group:
-    """A group of tensor-parallel ranks."""
-
     def __init__(self, size):
         self.size = lambda: size
 

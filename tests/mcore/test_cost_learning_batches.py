@@ -24,8 +24,6 @@ LEARNING = WARM_UP + RECORDED
 
 
 class Planner:
-    """Stands for a `BackgroundPlanner`."""
-
     def __init__(self) -> None:
         self.grains = list[float]()
 

@@ -26,7 +26,6 @@ from megatron_epp.port.run_facts import AttentionSizes, RunFacts
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from megatron_epp.tools.formulas.of_run import with_device_memory
 from tests.mcore.test_refusals import arguments
-from tests.support.failing_disk import swept
 from tests.support.mcore.asking import ask_here
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
@@ -145,24 +144,6 @@ def test_the_loss_takes_what_it_takes_on_the_replica_whose_kernel_fails(monkeypa
     monkeypatch.setattr(dist, "all_gather_object", gather)
     mine = HERE.stages[1].changed(HEAD, workspace_bytes=300)
     assert costs_of_runs._with_largest_workspaces({1: mine}) == {1: mine.changed(HEAD, workspace_bytes=900)}
-
-
-def test_whichever_step_of_the_disk_fails_kept_costs_are_whole_and_the_error_names_them(tmp_path):
-    path, refused = tmp_path / "checkpoints" / "costs.json", 0
-    stored_costs.write_whole(path, "old")
-    for answer in swept(lambda: stored_costs.write_whole(path, "new")):
-        if isinstance(answer, EppError):
-            refused += 1
-            assert str(answer) == f"cannot write {path}: No space left on device"
-            assert path.read_text() == "old"
-        else:
-            assert answer is None
-            assert path.read_text() == "new"
-        path.write_text("old")
-    assert refused >= 4
-
-
-# ---- bytes that autograd does not keep in measured costs: none on a CPU, where nothing else is measured --------------
 
 
 def on_gpu(args: Namespace) -> RunFacts:

@@ -33,12 +33,10 @@ class Reference:
     flags: list[str]
 
     def resume(self, folder: Path, num_processes: int, *flags: object) -> Finished:
-        """Continue from CUT to END in another way."""
         return train(folder, num_processes, *self.flags, "--load", self.checkpoints, *flags, iterations=END)
 
 
 def save_at_cut(folder: Path, num_processes: int, *flags: object) -> Finished:
-    """Train to END and leave a checkpoint that resumes at CUT."""
     checkpoints = folder / "checkpoints"
     run = train(folder / "run", num_processes, *flags, "--save", checkpoints, "--save-interval", CUT, iterations=END)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(CUT))

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.fuzz.judge import faults_of_campaign, refused_though_sound, run
+from tests.support.fuzz.judge import refused_though_sound, run
 from tests.support.fuzz.mcore_formats import FORMATS
+from tests.support.seeds import some_by_default
 
 MUTANTS = 60
-"""Number of damaged files of every kind; with ``-m slow`` there are 10,000."""
+"""Number of damaged files of every kind; with ``-m slow`` there are 10,000, which take minutes for each."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,17 +22,11 @@ def job() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_damaged_file_is_taken_or_refused_by_name_in_one_line(name: str, tmp_path: Path):
-    tally = run(name, FORMATS[name], range(MUTANTS), 0, tmp_path)
+@some_by_default(("name", "number"), [(name, count) for count in (MUTANTS, 10_000) for name in FORMATS], len(FORMATS))
+def test_a_damaged_file_is_taken_or_refused_by_name_in_one_line_within_limits(name: str, number: int, tmp_path: Path):
+    tally = run(name, FORMATS[name], range(number), tmp_path)
     assert tally.faults == []
     assert tally.refused > tally.tried // 10
-
-
-@pytest.mark.slow  # minutes of a processor for each format
-@pytest.mark.parametrize("name", FORMATS)
-def test_ten_thousand_damaged_files_are_taken_or_refused_within_limits(name: str):
-    assert faults_of_campaign(name, 10_000) == ""
 
 
 @pytest.mark.parametrize("name", FORMATS)

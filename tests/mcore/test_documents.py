@@ -173,7 +173,6 @@ BREAKAGES = {
 
 
 def as_type(prefix, dtype, code, document=(1, 2, 3)):
-    """Write a document whose index has another type of as many bytes."""
     write_pair(prefix, [np.array(document)], dtype=dtype)
     overwrite(f"{prefix}.idx", 17, code)
 
@@ -303,7 +302,6 @@ def test_values_that_are_no_mask_are_refused_before_training_where_the_sample_ha
 
 
 def late_answers(prefix, begins_at=25, count=12, length=30):
-    """Documents of which only tokens from one on are trained."""
     write_pair(prefix, documents_of([length] * count))
     np.tile(np.arange(length) >= begins_at, count).astype(np.uint8).tofile(f"{prefix}.mask")
     return str(prefix)

@@ -62,7 +62,6 @@ def test_a_model_is_built_from_a_config_or_by_a_function(monkeypatch: pytest.Mon
 
 def test_a_call_is_bound_by_name_in_any_order() -> None:
     def old(model: object, data: object = None) -> None: ...
-
     def new(data: object, model: object) -> None: ...
 
     assert features.bound(old, 1, data=2).arguments == {"model": 1, "data": 2}
@@ -99,17 +98,3 @@ def test_only_one_module_asks_which_release_it_is() -> None:
     found = {path: list(release_checks(path.read_text())) for path in MCORE.rglob("*.py")}
     assert found.pop(MCORE / "features.py") != []
     assert {path: checks for path, checks in found.items() if checks} == {}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from packaging.version import Version",
-        "import inspect\ninspect.signature(function)",
-        "try:\n    from megatron.core import new\nexcept ImportError:\n    from megatron.core import old",
-        "from megatron.training import training\nif hasattr(training, 'new'): ...",
-        "from megatron.training import training\ngetattr(training, 'new', None)",
-    ],
-)
-def test_a_module_that_asks_is_found(source: str) -> None:
-    assert list(release_checks(source)) != []

@@ -30,8 +30,6 @@ NAMES = [step.name for step in STEPS if not step.is_asked_for]
 
 @pytest.fixture
 def ran(tmp_path, capsys):
-    """Runs the command; returns its exit code, its report, and what it printed."""
-
     def run(*arguments):
         code = main(["first-run", "-o", str(tmp_path), *map(str, arguments)])
         return code, json.loads((tmp_path / "report.json").read_text()), capsys.readouterr().out

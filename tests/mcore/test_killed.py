@@ -1,6 +1,5 @@
 """Nothing is left of a training that is killed, and one that is interrupted goes on from its checkpoint to the bit."""
 
-import json
 import os
 import signal
 import subprocess
@@ -111,10 +110,5 @@ def test_thirty_trials_have_every_happening_and_moments_inside_a_save() -> None:
 
 
 @pytest.mark.slow  # minutes; `test_resume.py` and `test_killed.py` have one moment each
-def test_no_trial_has_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "log.jsonl"
-    monkeypatch.setattr(sys, "argv", ["interruptions", "0", "30", "--log", str(log)])
-    interruptions.main()
-    found = [json.loads(line) for line in log.read_text().splitlines()]
-    assert len(found) == 30
-    assert [line for line in found if line["faults"]] == []
+def test_no_trial_has_a_fault(tmp_path: Path, temporary: Path) -> None:
+    assert list(interruptions.faults_of_trials(range(30), tmp_path, temporary)) == []

@@ -33,7 +33,6 @@ FLAGS = shlex.split(
 
 
 def trained(*flags: object, begin: list[str] = PLANNED) -> str:
-    """Train on two ranks and return the output."""
     done = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *begin, *FLAGS, *flags)
     assert done.returncode == 0, done.output[-5000:]
     return done.output
@@ -50,7 +49,6 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Pat
     folder = tmp_path / "checkpoints"
     given = ["--data-path", data, "--epp-layout", "auto", "--train-iters", 4]
     given += ["--save", folder, "--save-interval", 2, "--epp-report-dir"]
-
     said = trained(*given, tmp_path / "whole", "--epp-trace", 1)
     assert "less time than Megatron's layers for batches like the first 8" in said
     layout = Layout.from_json((folder / "epp_layout.json").read_text())
@@ -58,7 +56,6 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Pat
     assert layout.halves[0] > layout.halves[1]  # the vocabulary's work is on the last stage
     assert layout.chosen_with["epp_layout"] == "auto"
     assert load(tmp_path / "whole" / "plan.json").num_layers == tuple(count // 2 for count in layout.halves)
-
     said = trained(*given, tmp_path / "after", *from_iteration(2, folder), "--epp-memory-cap-gb", 100)
     assert "is kept, though it was chosen with other flags: --epp-memory-cap-gb was None and is 100.0" in said
     whole, after = (losses(tmp_path / name) for name in ("whole", "after"))

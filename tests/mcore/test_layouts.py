@@ -21,7 +21,6 @@ from tests.support.mcore.megatron_flags import arguments
 
 
 def report_of(part: str, folder: Path) -> dict[str, Any]:
-    """Return the report of a part of the job."""
     return returned(job(1, "layouts", folder=folder, part=part, timeout_s=300))
 
 

@@ -31,7 +31,6 @@ def test_a_resumed_script_starts_with_the_costs_of_the_run_before(tmp_path: Path
     text = (kept / FILE_NAME).read_text()
     (one,) = from_state(json.loads(text))
     assert one.costs.name == "learnt"
-
     assert (kept / LOCK).exists()  # no other run writes there meanwhile
     later = ("--load", kept, "--save", tmp_path / "later", "--save-interval", LEARNING + 2)
     after = train(tmp_path / "after", 2, *SCRIPT, *later, *LONGER, iterations=LEARNING + 2)
@@ -39,7 +38,6 @@ def test_a_resumed_script_starts_with_the_costs_of_the_run_before(tmp_path: Path
     assert sorted(after.steps) == [LEARNING + 1, LEARNING + 2]
     assert WHILE not in after.output
     assert "costs are those that an earlier run of this model has learnt" in after.output
-
     recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
     other = train(tmp_path / "other", 2, *SCRIPT, "--load", kept, *LONGER, *recompute, iterations=LEARNING + 1)
     assert WHILE in other.output
@@ -84,9 +82,6 @@ def test_a_framework_may_ask_for_learnt_costs_and_for_no_others() -> None:
     for other in ("measure", "costs.json"):
         with pytest.raises(EppError, match=f"leave out costs={other!r}"):
             wrap(costs=other)
-
-
-# ---- times of vocabulary shards and of their collectives -------------------------------------------------------------
 
 
 LOOKAHEAD = 1

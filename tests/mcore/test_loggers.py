@@ -40,8 +40,6 @@ FLAGS = Namespace(tensor_model_parallel_size=1, context_parallel_size=1, sequenc
 
 
 class Recording:
-    """Stands for either writer."""
-
     def __init__(self):
         self.seen = {}
 
@@ -123,7 +121,6 @@ def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):
 
 
 def planned(layers):
-    """A plan on stages with these layers, and its costs."""
     shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=128 * 1024)
     costs = analytic_costs(shape, CPU, layers)
     return plan(Problem((900, 200), (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4), costs), costs

@@ -33,23 +33,15 @@ CELLS = {
     "experts": (Cell(pp=2, dp=2, experts=4, ep=2), "--epp-slices 3"),
 }
 LOSSES = {
-    "over tokens": f"{OWN}:GRPO",
-    "over sequences": f"{OWN}:GSPO",
-    "with entropy": f"{OWN}:PPO",
-    "of a teacher": f"{OWN}:DISTILLATION",
-    "of values": f"{OWN}:VALUES",
-    "over pairs": f"{OWN}:DPO",
+    "over tokens": f"{OWN}:GRPO", "over sequences": f"{OWN}:GSPO", "with entropy": f"{OWN}:PPO",
+    "of a teacher": f"{OWN}:DISTILLATION", "of values": f"{OWN}:VALUES", "over pairs": f"{OWN}:DPO",
     "of rewards": f"{OWN}:REWARD",
-}
+}  # fmt: skip
 BY_DEFAULT = {
-    ("of values", "context parallel in a pipeline"),
-    ("over sequences", "recompute, loss by blocks"),
-    ("with entropy", "tensor and sequence parallel"),
-    ("of a teacher", "tensor and sequence parallel"),
-    ("over pairs", "replicas"),
-    ("over tokens", "experts"),
-    ("of rewards", "there and back, weights apart"),
-}
+    ("of values", "context parallel in a pipeline"), ("over sequences", "recompute, loss by blocks"),
+    ("with entropy", "tensor and sequence parallel"), ("of a teacher", "tensor and sequence parallel"),
+    ("over pairs", "replicas"), ("over tokens", "experts"), ("of rewards", "there and back, weights apart"),
+}  # fmt: skip
 """Every loss, every layout that no other contains, and what is of the whole vocabulary on ranks that share it."""
 ROWS = [
     pytest.param(loss, cell, id=f"{loss}: {cell}", marks=[pytest.mark.slow] * ((loss, cell) not in BY_DEFAULT))

@@ -59,9 +59,6 @@ def test_a_training_is_the_same_bit_by_bit_alone_and_after_others(matrix: Matrix
             assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
 
 
-# ---- the rows --------------------------------------------------------------------------------------------------------
-
-
 def meetings(rows: Iterable[Choices]) -> set[tuple[str, str]]:
     """Every two kinds of parallelism that meet in a row; tensor parallelism with and without shared tokens are two kinds."""
     found: set[tuple[str, str]] = set()

@@ -116,7 +116,6 @@ def test_weights_that_more_ranks_share_than_tensor_parallelism_has_are_refused_w
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Mapping[str, Any]]:
-    """Figures by model."""
     finished = job(1, "state")
     assert finished.returncode == 0, finished.output[-5000:]
     return {one["model"]: one for one in finished.figures}

@@ -38,8 +38,6 @@ SCALARS_BYTES = 64
 
 @dataclass(frozen=True)
 class Report:
-    """Return a run's figures of its iterations, and the first iteration's plan."""
-
     iterations: list[dict[str, Any]]
     plan: Plan
 
@@ -120,9 +118,6 @@ def test_a_cap_holds_by_offload_and_the_host_has_what_was_planned(report_of: Cal
     assert all(base + peak <= cap for (_, peak), base, cap in zip(report.pairs(), static, caps, strict=True))
     assert max(line["offload_share"] for line in report.iterations) > 0.1
     assert all(0.97 <= measured / planned <= 1.03 for planned, measured in hosts if planned)
-
-
-# ---- random batches, every recompute mode, offload, and KV offload ---------------------------------------------------
 
 
 FEW, MANY = 2, 9

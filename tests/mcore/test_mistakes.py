@@ -39,7 +39,6 @@ class Doors:
         self.folder, self.monkeypatch = folder, monkeypatch
 
     def documents(self, flags: str, processes: int = 1, *, is_planned: bool = True) -> str:
-        """Flags of Megatron's script that trains on documents."""
         words = words_of(self.folder, f"{'--epp' * is_planned} {flags}")
         self.monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
         parser = entry.megatron_parser() if "--yaml-cfg" in words else megatron_parser()  # a file's values become its defaults
@@ -48,11 +47,9 @@ class Doors:
         return refusal(lambda: entry.check_start(entry.check(parser, words), processes, wants_files=True))
 
     def user(self, flags: str, processes: int = 1) -> str:
-        """Flags of a script with its own microbatches."""
         return self.documents(f"--epp-microbatches user {flags}", processes)
 
     def without_epp(self, flags: str, processes: int = 1) -> str:
-        """Flags of a script that trains by Megatron's own schedule."""
         return self.documents(flags, processes, is_planned=False)
 
     def launcher(self, changes: dict[str, Any], processes: int = 1) -> str:
@@ -61,17 +58,14 @@ class Doors:
         return refusal(lambda: checked_argv(settings, processes, wants_files=False))
 
     def yaml_cfg(self, changes: object, processes: int = 1) -> str:
-        """A file in Megatron's own layout, next to --epp."""
         path = self.folder / "settings.yaml"
         path.write_text(yaml.safe_dump(changes))
         return self.documents(f"--yaml-cfg {path}", processes)
 
     def wrap(self, settings: dict[str, Any], processes: int = 1) -> str:
-        """Settings of `megatron_epp.wrap`."""
         return refusal(lambda: wrap(**settings))
 
     def built(self, config: dict[str, Any], processes: int = 1) -> str:
-        """Configuration of a model whose microbatches `wrap` plans."""
         self.monkeypatch.setattr(wrapping, "get_model_config", lambda model: Namespace(**config))
         models: Any = [Namespace(ddp_config=Namespace(**config.get("ddp_config", {})))]
         refused = refusal(lambda: wrapping.arguments_of(models, {"epp_order": "planned"}))

@@ -115,7 +115,6 @@ def test_training_counts_as_the_commands_do(model: str, training: dict, command:
     commands = [stage.static for stage in costs_of(cli._parser().parse(said.split()), (4096,), layout).stages]
     defaults = {"optimizer": "adam", "use_distributed_optimizer": True, "padded_vocab_size": shape.vocab_size, "fp16": False}
     args = arguments(**defaults | flags | training)
-
     searched = of_run.costs_of_layout(run_facts(args, ask_here), analytic_profile(shape, H100), layout).stages[0].static
     assert (searched.weights, searched.gradients, searched.optimizer) == (
         commands[0].weights,

@@ -9,7 +9,6 @@ from tests.support.mcore.forked import job, returned
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Result of every run of the worker."""
     found = returned(job(1, "options", folder=tmp_path_factory.mktemp("options"), timeout_s=900))
     errors = {name: figures["error"] for name, figures in found.items() if "error" in figures}
     assert not errors, errors

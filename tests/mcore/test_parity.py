@@ -1,27 +1,9 @@
 """`python -m scripts.parity`: what it refuses, and a run that fails among others. `test_matrix.py` has the trainings."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.mcore.forked import launch
-from tests.support.mcore.launch import run
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--experts", 4, "--ep", 2], "--ep 2 on --dp 1"),
-        (["--experts", 4, "--tp", 2], "--experts 4 with --tp 2 and without --sp"),
-        (["--lengths", "12,x"], "'x'"),
-    ],
-)
-def test_the_script_says_in_a_line_what_it_cannot_run(flags: list[object], says: str) -> None:
-    finished = run([sys.executable, "-m", "scripts.parity", *flags], {}, 60)
-    assert finished.returncode in (1, 2)
-    assert says in finished.output.splitlines()[-1]
 
 
 def test_a_run_that_fails_is_a_row_that_failed_and_others_go_on(tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ def transformer(
     embedding: bool = False,
     loss: bool = False,
 ) -> SimpleNamespace:
-    """Megatron's settings for layers on two ranks."""
     return SimpleNamespace(
         pipeline_model_parallel_layout=None,
         pipeline_model_parallel_size=2,
@@ -68,13 +67,10 @@ def transformer(
 @pytest.mark.parametrize(
     ("flags", "chunks", "layers"),
     [
-        ({}, 1, [6, 6]),
-        ({}, 3, [2] * 6),
-        ({"first": 4}, 2, [2, 4, 2, 4]),
-        ({"first": 8, "last": 4}, 4, [2, 1] * 4),
+        ({}, 1, [6, 6]), ({}, 3, [2] * 6), ({"first": 4}, 2, [2, 4, 2, 4]), ({"first": 8, "last": 4}, 4, [2, 1] * 4),
         ({"layers": 10, "embedding": True, "loss": True}, 2, [2, 3, 3, 2]),
     ],
-)
+)  # fmt: skip
 def test_layers_are_shared_out_as_megatrons_flags_say(flags: dict[str, int], chunks: int, layers: list[int]) -> None:
     assert layers_of_stages(transformer(chunks, **flags), 2, chunks) == layers
 
@@ -124,13 +120,10 @@ def test_a_looped_pipeline_keeps_megatrons_own_settings() -> None:
 @pytest.mark.parametrize(
     ("placement", "rank", "chunk", "first", "last"),
     [
-        ("v", 0, None, True, False),
-        ("v", 0, 1, False, True),
-        ("v", 1, 0, False, False),
-        ("looped", 0, 1, False, False),
+        ("v", 0, None, True, False), ("v", 0, 1, False, True), ("v", 1, 0, False, False), ("looped", 0, 1, False, False),
         ("looped", 1, 1, False, True),
     ],
-)
+)  # fmt: skip
 def test_the_chunks_at_the_models_ends_have_the_embedding_and_the_loss(
     monkeypatch: pytest.MonkeyPatch, placement: str, rank: int, chunk: int | None, first: bool, last: bool
 ) -> None:

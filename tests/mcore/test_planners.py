@@ -54,7 +54,6 @@ def test_a_resumed_run_plans_by_the_learnt_costs_from_its_first_batch(tmp_path: 
     assert float(said[0][1]) > 0
     (one,) = from_state(json.loads((kept / FILE_NAME).read_text()))
     assert one.costs.name == "learnt"
-
     resumed = train(WARM_UP + RECORDED + 1, "--load", kept, "--epp-trace", WARM_UP + RECORDED + 1)
     assert "costs learnt from" not in resumed
     assert "costs are those that an earlier run of this model has learnt" in resumed

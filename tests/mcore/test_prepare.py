@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import sentencepiece
 import tokenizers
@@ -30,12 +29,9 @@ from tests.support.failing_disk import swept
 PAIR = ["corpus.bin", "corpus.idx", "corpus.tokenizer.json"]
 # In sorted order of path: with what must not matter (hidden, nested, spaces) and what must survive (any byte, CRLF, no newline)
 FILES = {
-    ".hidden.txt": b"dot",
-    "B.txt": "f\u00fcr alle \U0001f600\n".encode(),
-    "a.txt": bytes(range(256)),
-    "deep/er/c.txt": b"x\r\ny",
-    "deep/spaced name.txt": b"z" * 70_000,
-}
+    ".hidden.txt": b"dot", "B.txt": "f\u00fcr alle \U0001f600\n".encode(), "a.txt": bytes(range(256)),
+    "deep/er/c.txt": b"x\r\ny", "deep/spaced name.txt": b"z" * 70_000,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -85,18 +81,6 @@ def test_jsonl_becomes_one_document_per_line_byte_for_byte(tmp_path):
     lines = jsonl(tmp_path / "in.jsonl", {"body": texts[0], "id": 1}, "", *({"body": text} for text in texts[1:]))
     prepare([lines], tmp_path / "corpus", json_key="body")
     assert documents(tmp_path / "corpus") == [[*text.encode("utf-8", "surrogatepass"), 256] for text in texts]
-
-
-def test_compressed_files_and_parquet_are_what_they_hold(tmp_path):
-    rows = [{"text": "hello"}, {"text": "gr\u00fc\u00dfe"}]
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"plain\n"))
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
-    prepare([tmp_path / name for name in ("a.txt.gz", "b.jsonl.gz", "c.parquet")], tmp_path / "corpus", append_eod=False)
-    expected = [b"plain\n", *(row["text"].encode() for row in rows * 2)]
-    assert [bytes(tokens) for tokens in documents(tmp_path / "corpus")] == expected
-    with pytest.raises(EppError, match=r"c\.parquet:1 has no text under 'body'"):
-        prepare([tmp_path / "c.parquet"], tmp_path / "corpus", json_key="body")
 
 
 def test_what_a_folder_has_besides_is_told(folder, tmp_path, caplog):
@@ -210,7 +194,6 @@ def test_a_name_that_a_hub_may_have_is_looked_for_there_and_both_are_told(monkey
 
 @pytest.fixture(scope="module")
 def prepared(cats, tmp_path_factory):
-    """Documents as bytes, and as tokens of a model."""
     folder = tmp_path_factory.mktemp("prepared")
     lines = jsonl(folder / "in.jsonl", *({"text": "the cat sat on the mat"} for _ in range(30)))
     command("--input", lines, "--output-prefix", folder / "bytes")
@@ -263,7 +246,6 @@ def test_training_refuses_another_tokenizer_by_name(prepared, cats, tmp_path):
 
 @pytest.fixture
 def without_record(prepared, tmp_path):
-    """Documents as bytes, without the record of their tokenizer."""
     for suffix in (".bin", ".idx"):
         shutil.copy(prepared / f"bytes{suffix}", tmp_path / f"corpus{suffix}")
     return tmp_path / "corpus"

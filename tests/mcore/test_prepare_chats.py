@@ -108,12 +108,10 @@ def test_conversations_as_sharegpt_has_them_are_read_and_a_line_says_so(encoder,
 
 
 def encoded(file, chat):
-    """The tokens and masks of the samples of a file."""
     return [(tokens.ids.tolist(), tokens.trained.tolist()) for _, tokens in chats([file], chat, None, ChatCounts())]
 
 
 def documents(prefix):
-    """The tokens and the mask of every document, as they are in the files."""
     data, mask = IndexedDataset(str(prefix)), np.fromfile(f"{prefix}.mask", np.uint8)
     ends = np.cumsum([0, *(len(data[i]) for i in range(len(data)))])
     assert len(mask) == ends[-1]
@@ -121,7 +119,6 @@ def documents(prefix):
 
 
 def trained_texts(prefix, encoder_of_text):
-    """The trained text of every document, in runs of tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder_of_text)
     found = []
     for ids, mask in documents(prefix):
@@ -178,65 +175,17 @@ def test_conversations_that_cannot_be_read_or_are_empty_are_left_out_and_counted
     assert "in.jsonl:1: it is not UTF-8" in caplog.text
 
 
-GLM = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-"""A message is ended by the beginning of the next one."""
-LLAMA = (
-    "<|system|>{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>\n\n{{ m.content | trim }}<|endoftext|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
-)
-"""A header has a beginning and an end, and no line break follows a message."""
-STRANGE = PLAIN.replace("<|im_start|>", "<start>").replace("<|im_end|>", "<end>")
-"""Headers and ends are no special tokens."""
 TWO = [("user", "ab?"), ("assistant", "cd"), ("user", "ef?"), ("assistant", "gh")]
 PARTS = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in TWO[:2]]
 
 
 def prepared(encoder, folder, template, *records, **settings):
-    """Prepare conversations, and return the summary."""
     chat = dataclasses.replace(chat_encoder(encoder, ["assistant"]), template=template, **settings)
     return prepare([jsonl(folder / "in.jsonl", *records)], folder / "corpus", encoder=encoder, chat=chat)
 
 
 def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-
-
-@pytest.mark.parametrize(
-    ("template", "chat", "runs", "says"),
-    [
-        (
-            GLM,
-            TWO,
-            ["cd<|user|>", "gh<|endoftext|>"],
-            [
-                "1 of 2 trained answers end without a stop token, and <|user|> follows them",
-                "1 of 2 trained answers are last and end without a stop token",
-            ],
-        ),
-        (
-            STRANGE,
-            TWO,
-            ["cd<end>\n", "gh<end>\n<|endoftext|>"],
-            [
-                "1 of 2 trained answers are last",
-                r"1 of 2 trained answers end without a stop token (their last tokens: 'nd>\n')",
-            ],
-        ),
-        (LLAMA, TWO, ["cd<|endoftext|>", "gh<|endoftext|>"], []),
-        (LLAMA, TWO[1:], ["cd<|endoftext|>", "gh<|endoftext|>"], []),
-    ],
-)
-def test_answers_are_trained_without_header_and_with_a_stop_token_and_what_is_unusual_is_told(
-    encoder, model, tmp_path, caplog, template, chat, runs, says
-):
-    prepared(encoder, tmp_path, template, conversation(chat))
-    assert trained_texts(tmp_path / "corpus", model) == [runs]
-    warnings = warnings_of(caplog)
-    assert len(warnings) == len(says)
-    assert all(warning.startswith(text) for warning, text in zip(warnings, says, strict=True))
 
 
 def test_parts_of_a_content_are_text(encoder, model, tmp_path, caplog):
@@ -295,14 +244,6 @@ def test_tools_of_a_line_may_be_text_as_tables_store_them(encoder, model, tmp_pa
     prepared(encoder, tmp_path, LISTING, conversation(TWO[:2]) | {"tools": tools})
     ((ids, _),) = documents(tmp_path / "corpus")
     assert transformers.AutoTokenizer.from_pretrained(model).decode(ids).startswith("1add\n<|im_start|>user")
-    assert not warnings_of(caplog)
-
-
-def test_tools_that_the_template_prints_as_python_writes_them_are_told(encoder, tmp_path, caplog):
-    prepared(encoder, tmp_path, "{{ tools }}" + PLAIN, conversation(TWO[:2]) | {"tools": [TOOL]})
-    assert "prints fields as Python writes them: tools (of lines) in 1 of 1" in warnings_of(caplog)[0]
-    caplog.clear()
-    prepared(encoder, tmp_path, "{{ tools | tojson }}" + PLAIN, conversation(TWO[:2]) | {"tools": [TOOL]})
     assert not warnings_of(caplog)
 
 

@@ -128,43 +128,21 @@ REFUSED = [
     ("--inprocess-restart", "--inprocess-restart True", "leave it out", "watchdog"),
 ]
 TAKEN = [
-    f"{PP} 4 --global-batch-size 96",
-    "--epp-loss-block-tokens 0",
-    "--epp-offload off --epp-planner zb-v",
-    "--epp-offload --epp-planner sppo",
-    "--epp-recompute 1 --epp-planner 1f1b",
-    "--epp-offload --epp-host-memory-gb 4 --epp-recompute-modes full",
-    f"{OVERLAP} --timing-log-level 1",
-    EXPERTS,
-    f"{FLEX} {BACKEND} deepep",
-    f"{FLEX} {BACKEND} hybridep",
-    f"{FLEX} {BACKEND} deepep {EP} 1 {TP} 2 --sequence-parallel",
-    f"{EXPERTS} {BALANCING} aux_loss seq_aux_loss",
-    f"{EXPERTS} --epp-schedule stock --epp-planner stp",
-    f"--num-experts 3 {DISPATCHER} allgather",
-    f"{PP} 2 {PER_STAGE} 2",
-    f"{PP} 2 {PER_RANK} 4",
-    f"{PP} 2 {PER_RANK} 1",
-    f"{PP} 2 {LAYOUT} 'Ett|t|tt|tttL'",
-    f"{PP} 2 {LAYOUT} 'E|t*8||L'",
-    f"{PP} 4 {LAYOUT} 'E(t|)*7tL'",
-    f"{PP} 2 {FIRST} 2",
-    f"{PP} 2 {FIRST} 2 {LAST} 6 {PER_RANK} 2",
-    f"{PP} 4 --num-layers 11 {FIRST} 2",
+    f"{PP} 4 --global-batch-size 96", "--epp-loss-block-tokens 0", "--epp-offload off --epp-planner zb-v",
+    "--epp-offload --epp-planner sppo", "--epp-recompute 1 --epp-planner 1f1b",
+    "--epp-offload --epp-host-memory-gb 4 --epp-recompute-modes full", f"{OVERLAP} --timing-log-level 1", EXPERTS,
+    f"{FLEX} {BACKEND} deepep", f"{FLEX} {BACKEND} hybridep", f"{FLEX} {BACKEND} deepep {EP} 1 {TP} 2 --sequence-parallel",
+    f"{EXPERTS} {BALANCING} aux_loss seq_aux_loss", f"{EXPERTS} --epp-schedule stock --epp-planner stp",
+    f"--num-experts 3 {DISPATCHER} allgather", f"{PP} 2 {PER_STAGE} 2", f"{PP} 2 {PER_RANK} 4", f"{PP} 2 {PER_RANK} 1",
+    f"{PP} 2 {LAYOUT} 'Ett|t|tt|tttL'", f"{PP} 2 {LAYOUT} 'E|t*8||L'", f"{PP} 4 {LAYOUT} 'E(t|)*7tL'", f"{PP} 2 {FIRST} 2",
+    f"{PP} 2 {FIRST} 2 {LAST} 6 {PER_RANK} 2", f"{PP} 4 --num-layers 11 {FIRST} 2",
     f"{PP} 2 --num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split {PER_RANK} 2",
-    f"{PP} 2 {PER_RANK} 2 --epp-placement looped",
-    f"{PP} 2 {PER_RANK} 2 --epp-placement v",
-    f"{PP} 2 {PER_RANK} 2 --epp-schedule stock",
-    f"{CP} 3",
-    f"{TP} 2 {CP} 8 --cp-comm-type p2p",
-    f"{TP} 8 {CP} 2 --cp-comm-type a2a",
-    f"--mtp-num-layers 1 {PP} 2 --save somewhere --untie-embeddings-and-output-weights",
-    f"{PATTERN} *-|*-",
-    f"{TOKENS} --lr-warmup-samples 0",
-    CAPACITY,
-    STREAM,
+    f"{PP} 2 {PER_RANK} 2 --epp-placement looped", f"{PP} 2 {PER_RANK} 2 --epp-placement v",
+    f"{PP} 2 {PER_RANK} 2 --epp-schedule stock", f"{CP} 3", f"{TP} 2 {CP} 8 --cp-comm-type p2p",
+    f"{TP} 8 {CP} 2 --cp-comm-type a2a", f"--mtp-num-layers 1 {PP} 2 --save somewhere --untie-embeddings-and-output-weights",
+    f"{PATTERN} *-|*-", f"{TOKENS} --lr-warmup-samples 0", CAPACITY, STREAM,
     f"{SAMPLES}:dapo --num-experts 4 --moe-aux-loss-coeff 0.01",
-]
+]  # fmt: skip
 
 
 @functools.cache
@@ -180,7 +158,6 @@ def arguments(*flags, processes=8, **values):
 
 
 def of(flags, **values):
-    """Arguments of 48 processes."""
     return arguments(*shlex.split(SIZES), *shlex.split(flags), processes=48, **values)
 
 
@@ -239,9 +216,6 @@ def test_a_script_that_would_restart_in_its_process_is_refused_before_it_is_wrap
     assert maybe_wrap(len) == (len, None)
 
 
-# ---- what follows from flags -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_offload_is_left_to_plans_that_may_have_copies_on_gpus_and_with_host_memory(has_gpu, monkeypatch):
     monkeypatch.setattr(caps.torch.cuda, "is_available", lambda: has_gpu)
@@ -265,9 +239,6 @@ def test_transformer_engines_layers_put_off_weight_gradients_where_plans_split_t
 def test_chunks_are_padded_to_what_the_ranks_that_share_tokens_divide():
     assert token_multiple(of(f"{TP} 2 {CP} 4")) == 4
     assert token_multiple(of(f"{TP} 2 {CP} 4 --sequence-parallel")) == 8
-
-
-# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_layer_that_megatron_has_is_in_the_table_of_kinds_or_refused_by_name():
@@ -355,7 +326,6 @@ class Hybrid(torch.nn.Module):
 
 @pytest.fixture
 def hybrid(monkeypatch):
-    """A script's model, adopted where it is built."""
     from megatron.training import global_vars
 
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments())

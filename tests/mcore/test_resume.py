@@ -85,15 +85,12 @@ def test_a_killed_run_resumes_bitwise(tmp_path: Path) -> None:
     learnt.mkdir()
     (tmp_path / "first" / FILE_NAME).rename(learnt / FILE_NAME)
     saving: Sequence[object] = ("--save", checkpoints, "--save-interval", INTERVAL, *learning)
-
     kill_in_iteration(data, tmp_path / "killed", KILLED, *saving, "--load", learnt)
     before = losses(tmp_path / "killed")
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     assert saved in range(INTERVAL, ITERATIONS, INTERVAL)
-
     uninterrupted = finish(data, tmp_path / "whole", *learning, "--load", learnt)
     after = finish(data, tmp_path / "resumed", *saving, "--load", checkpoints)
-
     print(f"\nkilled after iteration {max(before)}, resumed from {saved}: {after}")
     assert sorted(uninterrupted) == list(range(1, ITERATIONS + 1))
     assert sorted(after) == list(range(saved + 1, ITERATIONS + 1))

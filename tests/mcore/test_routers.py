@@ -23,15 +23,12 @@ EXPERTS, WIDTH = 4, 8
 
 
 class Group:
-    """A group of ranks."""
-
     def __init__(self, size=1):
         self.size = lambda: size
 
 
 @pytest.fixture(scope="module", autouse=True)
 def patched():
-    """The patches."""
     before = patching.applied()
     patching.apply(install.patches())
     yield
@@ -48,7 +45,6 @@ def alone(monkeypatch):
 
 
 def router_of(ranks=1, is_ahead=False, **settings):
-    """Return a router; `is_ahead` of a layer of multi-token prediction."""
     usual = {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
     config = TransformerConfig(
         num_layers=1,

@@ -18,8 +18,6 @@ from tests.support.mcore.launch import TINY
 
 
 class Asked:
-    """Flags of a run on documents that is asked about before it starts."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -27,7 +25,6 @@ class Asked:
         return entry.check(megatron_parser(), words_of(self._folder, f"--epp {more}"))
 
     def problems(self, more: str = "", *, wants_files: bool = True, world_size: int = 1) -> list[str]:
-        """Problems of the flags, a line each; none if the run may start."""
         return refusal(lambda: entry.check_start(self.args(more), world_size, wants_files=wants_files)).splitlines()
 
 
@@ -107,9 +104,6 @@ def test_a_folder_that_cannot_be_written_is_named(asked: Asked, monkeypatch: pyt
     assert asked.problems(f"--save {tmp_path / 'run'} --save-interval 5") == [
         f"--save {tmp_path / 'run'}: the folder {tmp_path} cannot be written; choose another folder"
     ]
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def checkpoint(asked: Asked, folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "", world_size: int = 1) -> Path:

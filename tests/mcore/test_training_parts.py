@@ -37,8 +37,6 @@ from tests.support.mcore.asking import ask_here
 from tests.support.runtime.device_audit import Audit, run
 from tests.support.runtime.runtime_plans import two_ranks
 
-# ---- threads use the device of their rank ----------------------------------------------------------------------------
-
 
 @pytest.fixture
 def audit():
@@ -74,9 +72,6 @@ def test_costs_are_learnt_on_their_ranks_device(audit):
     assert audit.faults == []
 
 
-# ---- layers run before training in every way in which training runs them ---------------------------------------------
-
-
 def test_layers_run_with_and_without_recompute_and_without_gradients(monkeypatch):
     ran = []
 
@@ -91,9 +86,6 @@ def test_layers_run_with_and_without_recompute_and_without_gradients(monkeypatch
     first = memory_probe.bytes_chunk(stage).num_tokens
     with_gradients = [(first + 4, 0, True), "backward", (first + 4, 3, True), "backward"]
     assert ran == [*with_gradients, (first, 0, False), (first + 4, 0, False)]
-
-
-# ---- actions of a step recompute the parts that their own chunks name ------------------------------------------------
 
 
 class Layer:
@@ -143,12 +135,7 @@ def test_forwards_of_a_layer_at_the_same_time_recompute_their_own_parts(monkeypa
     assert again == ["mlp"]
 
 
-# ---- state that an iteration changes comes back ----------------------------------------------------------------------
-
-
 class Wrapped(torch.nn.Module):
-    """A model as Megatron's data parallelism wraps it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("tokens_per_expert", torch.tensor([1.0, 2.0]))
@@ -172,9 +159,6 @@ def test_everything_comes_back(monkeypatch) -> None:
     assert model.tokens_per_expert.tolist() == [1.0, 2.0]
     assert {name: values.tolist() for name, values in logged.items()} == {"load_balancing_loss": [3.0], "z_loss": [0.0]}
     assert model.main_grad.tolist() == [0.0, 0.0]
-
-
-# ---- ranks that share experts are those of Megatron's own rank generator ---------------------------------------------
 
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -214,9 +198,6 @@ def test_experts_span_neighbours_across_tensor_and_context_parallel_ranks_and_re
     assert {tuple(sorted({replica_of[rank] for rank in group})) for group in shared} == set(config.lockstep_groups)
 
 
-# ---- lengths of verl's microbatches ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ranks", "padded"),
     [((1, 1), [5, 8, 1]), ((4, 1), [8, 8, 4]), ((1, 2), [8, 8, 4]), ((2, 2), [8, 8, 8]), ((1, 4), [8, 8, 8])],
@@ -227,9 +208,6 @@ def test_every_sequence_is_padded_to_a_multiple_of_the_ranks_that_share_it(
     monkeypatch.setattr(wrap, "sharing_ranks", lambda: ranks)
     tokens = torch.nested.nested_tensor([torch.zeros(5), torch.zeros(8), torch.zeros(1)], layout=torch.jagged)
     assert verl.padded_lengths({"input_ids": tokens}) == padded
-
-
-# ---- losses ----------------------------------------------------------------------------------------------------------
 
 
 class Machine:
@@ -267,9 +245,6 @@ def test_without_the_check_the_host_does_not_wait_for_the_loss(monkeypatch: pyte
     assert machine.asked == []
 
 
-# ---- what formulas take from Megatron's arguments --------------------------------------------------------------------
-
-
 def arguments_of(*flags, **values):
     return arguments(*flags, padded_vocab_size=1024, params_dtype=torch.bfloat16, **values)
 
@@ -277,14 +252,10 @@ def arguments_of(*flags, **values):
 @pytest.mark.parametrize(
     ("chosen", "name"),
     [
-        (transformer_engine.TRANSFORMER_ENGINE, CUDNN),
-        (flash.FLASH_ATTN_3, FLASH_3),
-        (flash.FLASH_ATTN, FLASH_2),
-        (flash.TORCH_FLASH, FLASH_2),
-        (kernels.EXACT_ATTENTION, ""),
-        (None, ""),
+        (transformer_engine.TRANSFORMER_ENGINE, CUDNN), (flash.FLASH_ATTN_3, FLASH_3), (flash.FLASH_ATTN, FLASH_2),
+        (flash.TORCH_FLASH, FLASH_2), (kernels.EXACT_ATTENTION, ""), (None, ""),
     ],
-)
+)  # fmt: skip
 def test_times_are_of_the_attention_kernel_that_the_run_takes(monkeypatch, chosen, name):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -309,9 +280,6 @@ def test_a_loop_of_ones_own_tells_what_an_attention_kernel_is_chosen_by(monkeypa
     assert kernel_of(args, sizes)
     ((case, preference),) = asked
     assert (case.dtype, preference) == (torch.bfloat16, "auto")
-
-
-# ---- the way in that runs a script unchanged -------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -61,8 +61,6 @@ def test_segment_tables_come_with_them() -> None:
 
 
 class Halves(ContextParallel):
-    """The second of two ranks that share tokens."""
-
     rank = 1
 
     def shards(self, num_tokens: int) -> tuple[tuple[slice, ...], ...]:

@@ -31,7 +31,6 @@ CELLS = {
 
 
 def both(folder: Path, processes: int, *flags: object, change: str = "") -> tuple[Finished, Finished]:
-    """Train with Megatron's own schedule and by plans."""
     own = train(folder / "stock", processes, *flags, iterations=ITERATIONS, change=change)
     planned = train(folder / "planned", processes, *flags, *PLANS.split(), iterations=ITERATIONS, change=change)
     return own, planned

@@ -30,7 +30,6 @@ PIPELINES = {"a stage per rank": (2, UNEVEN), "two stages per rank, no token tra
 
 @pytest.fixture(scope="module", params=PIPELINES)
 def cases(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
-    """Figures of every rank for every case."""
     stages, lengths = PIPELINES[request.param]
     return (*chain.from_iterable(of_ranks(job(2, "config_functions:honoured", stages=stages, lengths=lengths))),)
 

@@ -62,7 +62,6 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_of(folder: Path, *flags: object) -> tuple[dict[str, dict[str, float]], str]:
-    """Train; return losses and norms of gradients, and the output."""
     folder.mkdir()
     tiny = [flag for flag in TINY if flag != "--mock-data"]
     done = launch(2, PROGRAM, *tiny, *FLAGS, *flags, env={"RECORD_TO": str(folder)})

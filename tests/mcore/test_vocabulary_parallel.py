@@ -82,14 +82,11 @@ def test_what_cannot_be_honoured_is_refused_in_a_line(flags: str, megatron: dict
 @pytest.mark.parametrize(
     ("flags", "megatron", "settled"),
     [
-        ("", {}, "auto"),
-        ("--epp-vocab-parallel off", {}, "off"),
-        (ON, {}, "on"),
-        ("--epp-vocab-parallel auto", {}, "auto"),
+        ("", {}, "auto"), ("--epp-vocab-parallel off", {}, "off"), (ON, {}, "on"), ("--epp-vocab-parallel auto", {}, "auto"),
         ("--epp-vocab-parallel auto", {"fp16": True}, "off"),
         ("--epp-vocab-parallel auto", {"pipeline_model_parallel_size": 1}, "off"),
     ],
-)
+)  # fmt: skip
 def test_auto_is_off_where_on_would_be_refused(flags: str, megatron: dict[str, Any], settled: str) -> None:
     args = arguments(*flags.split(), **RANKS | megatron)
     prepare_epp_args(args)
@@ -112,7 +109,6 @@ def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_toke
     labels, ones = torch.randint(entries, (tokens,)), torch.ones(tokens)
     rows = vocabulary_rows(entries, 4)[1]
     shard = Shard(weight[rows.start : rows.stop], rows.start, block_tokens)
-
     result = logits_pass(x, labels, shard, needs_gradient=True)
     tensors = [x, *(tensor for tensor in (result.part, result.exponentials) if tensor is not None)]
     assert sum(tensor.nbytes for tensor in tensors) == logits.takes[1][0] - logits.gives[1][0]
@@ -127,13 +123,10 @@ def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_toke
 @pytest.mark.parametrize(
     ("entries", "num_ranks", "sizes"),
     [
-        (96, 4, [24, 24, 24, 24]),
-        (97, 4, [24, 24, 24, 25]),
-        (32000, 6, [5312, 5312, 5376, 5312, 5312, 5376]),
-        (128256, 8, [16000, 16064, 16000, 16064, 16000, 16064, 16000, 16064]),
-        (4, 4, [1, 1, 1, 1]),
+        (96, 4, [24, 24, 24, 24]), (97, 4, [24, 24, 24, 25]), (32000, 6, [5312, 5312, 5376, 5312, 5312, 5376]),
+        (128256, 8, [16000, 16064, 16000, 16064, 16000, 16064, 16000, 16064]), (4, 4, [1, 1, 1, 1]),
     ],
-)
+)  # fmt: skip
 def test_rows_are_divided_evenly_and_in_multiples_where_there_are_many(entries: int, num_ranks: int, sizes: list[int]) -> None:
     rows = vocabulary_rows(entries, num_ranks)
     assert [row for part in rows for row in part] == [*range(entries)]

@@ -37,7 +37,6 @@ class Reference:
 
 
 def epp_flags(folder: Path, stages: int) -> list[object]:
-    """Two iterations with plans, on documents that are written into a folder."""
     lengths = long_tailed_lengths(64, longest=33)
     prefix = write_pair(folder / "text", documents_of(lengths, vocab_size=127))
     flags = ["--train-iters", 2, "--pipeline-model-parallel-size", stages, "--data-path", prefix, "--epp-lookahead", 3]
@@ -49,7 +48,6 @@ def started(ranks: int, *command: object, env: dict[str, str] | None = None) -> 
 
 
 def _without(flags: list[object], flag: str) -> list[object]:
-    """Leave out a flag and its value."""
     at = flags.index(flag)
     return flags[:at] + flags[at + 2 :]
 

@@ -88,28 +88,6 @@ def test_what_is_close_or_slower_in_small_parts_alone_has_no_reason():
     assert why_slower(QUESTION, spread, BEST) == "about 1.02x the time"
 
 
-def test_the_text_counts_the_configurations_and_names_what_does_not_fit():
-    others = [entry(Configuration(2, 1, 2, 1, layers=(4, 4)), bubble_us=10.0)]
-    unfit = Misfit("TP 1 CP 1 PP 1 DP 4", "it needs 9.0 GiB", 9 << 30, Configuration(1, 1, 1, 4))
-    slower = [entry(Configuration(1, 2, 2, 1), bubble_us=800.0)]
-    text = words(as_text(advice([BEST, *others], slower, [Misfit("TP 4", "too wide"), unfit]), 5, everything=False))
-    for fact in (
-        "3 configurations fit, 2 of them were planned as training would plan them; 1 do not fit.",
-        "Others: TP 2 CP 1 PP 2 DP 1: as good within 2% (+1.0%) TP 1 CP 2 PP 2 DP 1: 1.80x the time",
-        "Do not fit, the nearest first: TP 1 CP 1 PP 1 DP 4: it needs 9.0 GiB",
-        "Ruled out: TP 4: too wide",
-        "Megatron's own 1F1B fits at none of the sizes that were tried",
-    ):
-        assert fact in text
-
-
-def test_columns_for_experts_and_several_stages_are_there_where_a_configuration_has_them():
-    assert not {"EP", "VPP"} & set(as_text(advice(), 1, everything=False).split())
-    both = entry(Configuration(1, 1, 2, 2, expert=2, virtual=2, layers=(2, 2, 2, 2)))
-    header = next(line for line in as_text(advice([both]), 1, everything=False).splitlines() if line.startswith("TP"))
-    assert header.split()[:7] == ["TP", "CP", "PP", "DP", "EP", "VPP", "layers"]
-
-
 def test_no_more_configurations_are_listed_than_asked_for():
     slower = [entry(Configuration(1, 1, 2, 2, virtual=count), bubble_us=100.0 * count) for count in range(2, 12)]
     assert "and 4 more (--all lists them)" in as_text(advice(slower=slower), 1, everything=False)
@@ -166,12 +144,6 @@ def test_what_fits_only_with_a_cause_has_no_factor_and_the_gain_is_over_the_firs
     nothing = Gain((math.inf,) * 4 + (1000.0, 1000.0))
     assert re.search(r"slices.* fits only so\n", "\n".join(nothing.lines()))
     assert math.isinf(nothing.over_megatron)
-
-
-@pytest.mark.parametrize("reduction_us", [40.0, 0.0])
-def test_time_of_reductions_is_told_where_there_is_some(reduction_us):
-    text = words(as_text(advice([entry(reduction_us=reduction_us - PARTS.reduction_us)]), 1, everything=False))
-    assert ("In the best, 40.0 us go to reducing gradients" in text) == ("go to reducing" in text) == (reduction_us > 0)
 
 
 def test_json_has_the_same_figures():

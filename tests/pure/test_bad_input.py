@@ -17,7 +17,6 @@ BATCH = ["--lengths", "300,200", "--stages", "2"]
 
 
 def numeric_flags():
-    """Every flag of every command that takes a number."""
     (commands,) = (action for action in cli._parser()._actions if hasattr(action, "choices") and action.choices)
     for name, parser in commands.choices.items():
         for action in parser._actions:
@@ -90,8 +89,6 @@ def test_a_profiles_name_is_printed_as_escapes(tmp_path, capsys):
 
 @pytest.fixture
 def unforeseen(monkeypatch):
-    """An error in the middle of a command that reads costs."""
-
     def broken(name):
         with naming_file(name):
             raise LookupError("what\x1b\nwas that")

@@ -1,9 +1,5 @@
-"""The planner's benchmark: its cases, what it keeps of them, and baselines as runs use them, with one setting for all batches.
+"""Baselines of the planner's benchmark as runs use them: one setting for all batches of a run, and for the worst one."""
 
-`test_benches.py` runs it in its reduced form.
-"""
-
-import math
 from itertools import pairwise
 
 import pytest
@@ -12,68 +8,13 @@ from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.baselines.contest import chunk_sizes
-from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.planner.fixed import FIXED, FixedRun, fixed_run
-from scripts.bench.planner.report import TUNED, against, text
-from scripts.bench.planner.runs import BATCHES, RunCase
-from scripts.bench.planner.suite import CAPS_GB, CONTEXTS, MODELS, STAGES, Case, all_cases, row, sampled_cases
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 COSTS = pipeline(4)
 STATIC = max(stage.static_bytes for stage in COSTS.stages)
 CONTEXT = 20_000
 LOOSE, TIGHT = STATIC + 60 * GIB, STATIC + 8 * GIB
-
-
-def test_the_suite_has_the_loss_of_training_with_its_flags_weight_gradients_by_themselves_and_a_link_to_the_host():
-    blocks = []
-    for case in sampled_cases()[::8]:
-        ranks = {"tensor_model_parallel_size": case.shape.tensor_parallel, "context_parallel_size": case.shape.context_parallel}
-        trained = shape_of(load_flags(case.model) | ranks | {"seq_length": case.context})
-        assert case.shape.loss_block_tokens == trained.loss_block_tokens
-        blocks.append(trained.loss_block_tokens)
-        assert case.costs.splits_weight
-        assert case.costs.host_us(1 << 30) < math.inf
-    assert any(blocks)
-
-
-def test_a_run_has_several_batches_and_room_for_the_longest_sequence():
-    case = RunCase("wikipedia", 1048576, 8, "llama3-8b", 40)
-    assert len({problem.lengths for problem in case.batches}) == BATCHES
-    assert case.batches[0].lengths == case.lengths
-    assert max(case.worst.lengths) == case.longest > max(max(problem.lengths) for problem in case.batches)
-    assert len(case.worst.lengths) == len(case.lengths)
-    alone = Case("wikipedia", 1048576, 8, "llama3-8b", 40)
-    assert case.shape.ranks > alone.shape.ranks, "its pipeline is made for its own batch"
-
-
-def test_the_sample_covers_everything_evenly():
-    cases = [case for case in sampled_cases() if case.lengths_like in ("wikipedia", "code", "agents")]
-    assert set(cases) <= set(all_cases())
-    assert len(set(cases)) == 30
-    for field, values in (("context", CONTEXTS), ("stages", STAGES), ("model", MODELS), ("cap_gb", CAPS_GB)):
-        counts = [sum(getattr(case, field) == value for case in cases) for value in values]
-        assert sum(counts) == 30
-        assert max(counts) - min(counts) <= 2
-
-
-def test_batches_are_the_same_every_time_and_keep_to_the_context():
-    for case in sampled_cases():
-        lengths = type(case)(case.lengths_like, case.context, case.stages, case.model, case.cap_gb).lengths
-        assert lengths == case.lengths
-        assert 1 <= min(lengths) <= max(lengths) <= case.context
-
-
-def test_a_case_that_nobody_can_plan_is_reported_as_such():
-    case = all_cases()[0]
-    hopeless = type(case)(case.lengths_like, 8192, 2, "llama3-8b", 1)
-    rows = [{"case": TUNED} | row(hopeless, ("seq1f1b",))]
-    assert against(rows, "seq1f1b")["both_have_a_plan"] == 0
-    assert "None of 1 cases has a plan" in text(None, rows)
-    assert "no plan" in text(None, rows)
-
-
-# ---- one setting for all batches of a run, and for the worst that may come --------------------------------------------
 
 
 def batch(seed: int, cap: int, longest: int = 9000) -> Problem:

@@ -1,12 +1,9 @@
 """Benchmarks of plans run in their reduced form, and their figures fit together. No time is judged."""
 
 import importlib
-import io
 import json
 import math
 import re
-import threading
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,73 +14,26 @@ import pytest
 
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan.planners import PLANNERS
-from megatron_epp.plan.yaml_files import shipped
-from scripts.bench import defaults
 from scripts.bench.frame import Bench
-from scripts.bench.long import VARIANTS as LEVERS
-from scripts.bench.memory import BASE
-from scripts.bench.memory import VARIANTS as FEATURES
 from scripts.bench.orders import random_batches
 from scripts.bench.orders.orders import CASES, ORDERS, TIE
 from scripts.bench.orders.page import CLAIMS, claims
-from scripts.bench.planner.fixed import FIXED
-from scripts.bench.planner.report import RUNS, SPEED, TUNED, against
 from scripts.bench.public.gains import BENCH as RECIPES_BENCH
 from scripts.bench.public.gains import as_shipped, together
 from scripts.bench.public.recipes import RECIPES
-from scripts.bench.public.rows import EXPERTS, ROWS
-from scripts.bench.public.steps import LARGE, again_line, question_of, rows_of
+from scripts.bench.public.rows import ROWS
+from scripts.bench.public.steps import LARGE, question_of, rows_of
 from scripts.bench.public.steps import compared as step_of
 from scripts.bench.public.steps import planned as plan_of
 from scripts.bench.rl.rules import decreasing, padded
 from scripts.bench.small_cases import BENCH as SMALL_CASES
 from scripts.bench.small_cases import MOST_ACTIONS
 from scripts.figures import Row, compared
-from scripts.tables import table, with_tables
 from tests.support import ROOT
 from tests.support.seeds import some_by_default
 
 Rows = list[dict[str, Any]]
 PAGE = ROOT / "docs" / "schedules.md"
-
-
-def check_exact(rows: Rows) -> None:
-    pair = "exact, V", "greedy, V"
-    assert [row["memory"] for row in rows] == [3, 1.5]
-    assert all(row[exact][0] <= row[greedy][0] for row in rows for exact, greedy in (pair, ("exact", "greedy")))
-
-
-def check_groups(rows: Rows) -> None:
-    (row,) = rows
-    assert row["makespans_us"][0] <= row["makespans_us"][1]
-
-
-def check_defaults(rows: Rows) -> None:
-    for row in rows:
-        assert row["best"]["makespan_us"] <= row["defaults"]["makespan_us"] <= row["even"]["makespan_us"]
-        assert 0.97 < defaults.ratio(row) <= 1
-        assert bool(defaults.cause(row)) == (defaults.ratio(row) < 0.985 or row["defaults"]["efficiency"] < 0.88)
-        for name in ("even", "balanced", "defaults", "best"):
-            assert row[name]["bound_us"] <= row[name]["makespan_us"]
-            assert 0.5 < row[name]["efficiency"] <= 1
-
-
-def check_long(rows: Rows) -> None:
-    """More levers fit more and are no slower."""
-    for row in rows:
-        times = [row[name]["makespan_s"] if row[name] else float("inf") for name in LEVERS]
-        assert times == sorted(times, reverse=True)
-    assert rows[1]["offload, KV offload"]["kv_offload_stages"] > 0
-    assert rows[1]["recompute"] is None
-
-
-def check_memory(rows: Rows) -> None:
-    for row in rows:
-        assert all(row["longest"][name] >= row["longest"][BASE] > 0 for name in FEATURES)
-        for figures in (figures for figures in row["caps"].values() if figures[BASE] is not None):
-            for own in filter(None, figures.values()):
-                assert own["makespan_us"] <= figures[BASE]["makespan_us"] * 1.01
-                assert 0 < own["efficiency"] <= 1
 
 
 def check_orders(rows: Rows) -> None:
@@ -102,46 +52,16 @@ def check_rl(rows: Rows) -> None:
     assert draw["Megatron"]["peak_bytes"] <= 72 << 30
 
 
-def check_planner(rows: Rows) -> None:
-    speed, tuned, runs = ([row for row in rows if row["case"].startswith(part)] for part in (SPEED, TUNED, RUNS))
-    for row in tuned:
-        assert row["gap"] >= -1e-9
-        assert row["peak_over_cap"] <= 1.0
-    for row in runs:
-        fitting = {name: rival for name, rival in row["rivals"].items() if rival["makespan_us"] is not None}
-        assert fitting
-        for name, rival in fitting.items():
-            assert against(runs, name)["geometric_mean"] == pytest.approx(rival["makespan_us"] / row["makespan_us"])
-            has = {key: rival[key] is not None for key in ("chunk_tokens", "retain", "recompute")}
-            chunkflow, whole = name == "chunkflow", name.startswith("1f1b")
-            assert has == {"chunk_tokens": not whole, "retain": chunkflow, "recompute": not chunkflow}
-        assert set(row["rivals"]) == set(FIXED)
-    assert [row["sequences"] for row in speed] == [64, 128]
+BENCHES: dict[str, tuple[str, Callable[[Rows], None] | None]] = {
+    "orders.orders": ("--reduced", check_orders), "rl.__main__": ("--reduced", check_rl),
+    "exact": ("--ranks 3 --limit-s 20", None), "orders.groups": ("--reduced", None), "defaults": ("--reduced", None),
+    "lockstep": ("--reduced", None), "long": ("--stages 4 --cap-gb 20 --contexts 32 64", None), "memory": ("--reduced", None),
+    "planner.__main__": ("--reduced --jobs 1", None),
+}  # fmt: skip
+"""Arguments of each, and what its figures must be; what plans of the others are is tested with their planners."""
 
 
-def check_lockstep(rows: Rows) -> None:
-    assert len(rows) == 2
-    for row in rows:
-        assert row["loss"] == pytest.approx(row["together_us"] / row["alone_us"] - 1)
-        assert -0.05 < row["loss"] < 0.2
-        assert row["is_fair"]
-
-
-BENCHES: dict[str, tuple[str, Callable[[Rows], None]]] = {
-    "orders.orders": ("--reduced", check_orders),
-    "rl.__main__": ("--reduced", check_rl),
-    "exact": ("--ranks 3 --limit-s 20", check_exact),
-    "orders.groups": ("--reduced", check_groups),
-    "defaults": ("--reduced", check_defaults),
-    "lockstep": ("--reduced", check_lockstep),
-    "long": ("--stages 4 --cap-gb 20 --contexts 32 64", check_long),
-    "memory": ("--reduced", check_memory),
-    "planner.__main__": ("--reduced --jobs 1", check_planner),
-}
-"""Arguments of each, and what its figures must be."""
-
-
-@some_by_default("name", [*BENCHES], 2)  # the others take up to a minute; what they plan is tested where it belongs
+@some_by_default("name", [*BENCHES], 2)  # the others take up to a minute
 def test_a_benchmark_runs_in_its_reduced_form_and_prints_its_report(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,12 +71,11 @@ def test_a_benchmark_runs_in_its_reduced_form_and_prints_its_report(
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["machine"] in (printed := capsys.readouterr().out)
     assert printed.count("\n| ") >= 2 + len(report["rows"])
-    check(report["rows"])
+    if check is not None:
+        check(report["rows"])
 
 
 def bench_of(results: dict[str, object], **more: Any) -> Bench[Any]:
-    """A benchmark whose cases have figures, or raise."""
-
     def row(args: Any, result: Any) -> dict[str, Any]:
         if isinstance(result, Exception):
             raise result
@@ -191,23 +110,6 @@ def test_the_frame_goes_on_when_a_case_fails_takes_some_cases_alone_and_resumes(
     assert [row["case"] for row in json.loads(Path(file).read_text())["rows"]] == ["first", "second"]
 
 
-def test_a_case_that_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
-
-    class Lines(io.StringIO):
-        def write(self, line: str) -> int:
-            if re.fullmatch(r"0 of 1 done after \d+ s; [\d.]+ threads of all programs want \d+ cores", line):
-                told.set()
-            return len(line)
-
-    monkeypatch.setattr("sys.stderr", Lines())
-    monkeypatch.setattr("scripts.bench.frame.SILENT_S", 0.01)
-    row = lambda args, case: {"met": told.wait(60)}  # noqa: E731
-    bench = Bench(about="", cases=lambda args: {"long": 1}, row=row, text=lambda args, rows: str(rows[0]["met"]))
-    assert bench.main([]) == 0
-    assert told.is_set()
-
-
 def test_greedy_is_no_faster_than_the_best_plan_and_a_seed_is_solved_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("ortools", reason="the solver needs OR-tools: pip install 'megatron-epp[milp]'")
     asked = ["--limit-s", "20", "--json", str(tmp_path / "found.json"), "--seeds"]
@@ -221,17 +123,6 @@ def test_greedy_is_no_faster_than_the_best_plan_and_a_seed_is_solved_once(tmp_pa
         assert row["greedy_us"] >= row["best_us"] * (1 - 1e-9) >= row["bound_us"] * (1 - 1e-9) > 0
         assert row["chunks"] * row["stages"] // row["ranks"] * (3 if row["split_weight"] else 2) <= MOST_ACTIONS
     assert "2 cases" in capsys.readouterr().out
-
-
-def test_only_gaps_to_proven_optima_count():
-    proven = {"seed": 1, "greedy_us": 103.0, "best_us": 100.0, "bound_us": 100.0}
-    open_case = {"seed": 2, "greedy_us": 200.0, "best_us": 100.0, "bound_us": 90.0}
-    said = SMALL_CASES.text(None, [proven, open_case])
-    assert said == "2 cases, 1 proven; greedy above the optimum: mean 3.00%, worst 3.00% (seed 1)"
-    assert SMALL_CASES.text(None, [open_case]) == "1 cases, 0 proven"
-
-
-# ---- the page of schedules, and what greedy has learnt from orders ---------------------------------------------------
 
 
 def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
@@ -248,27 +139,6 @@ def test_the_table_of_plans_has_every_case_and_order():
     cases = [f"{case.name}, {case.cap_gib} GiB" for case in CASES]
     assert makespans.splitlines()[0] == "| " + " | ".join(["schedule", *cases]) + " |"
     assert sorted(re.findall(r"(?m)^\| `(.+?)` \|", makespans)) == sorted(ORDERS)
-
-
-def test_a_page_has_new_tables_in_place_of_those_with_their_titles():
-    old, new = table(["a", "b"], [[1, 2]]), table(["a", "b"], [[1234, "x"]])
-    assert with_tables(f"words\n\n{old}\n\nmore\n", [new]) == "words\n\n| a | b |\n| --- | --- |\n| 1,234 | x |\n\nmore\n"
-    with pytest.raises(ValueError, match="titles"):
-        with_tables(f"{old}\n\n{old}\n", [new])
-
-
-def test_wins_and_losses_on_random_batches_are_counted():
-    slower, faster = ({"makespan_us": makespan_us, "greedy_us": 10.0} for makespan_us in (11.0, 9.0))
-    rows = [
-        {"seed": 2, "batch": "a batch", "orders": {"interleaved": slower, "gpipe": slower}},
-        {"seed": 3, "batch": "another", "orders": {"gpipe": faster}},
-    ]
-    *_, interleaved, gpipe, win = random_batches.text(Namespace(), rows).splitlines()
-    assert [line.split(" | ")[:4] for line in (interleaved, gpipe)] == [
-        ["| interleaved", "1", "0", "0"],
-        ["| gpipe", "1", "0", "1"],
-    ]
-    assert win == "seed 3, another: gpipe 0.900"
 
 
 ONCE_FASTER = [
@@ -292,22 +162,6 @@ MANY_STAGES = {"1", "2", "3"}
 
 def number_of(row):
     return row.number.split(",")[0]
-
-
-def test_all_rows_have_a_source_and_sizes_that_go_together():
-    assert list(dict.fromkeys(map(number_of, ROWS))) == [str(number) for number in range(1, 19)]
-    for row in ROWS:
-        assert row.source
-        assert sum(row.config.layers) == row.flags["num_layers"]
-        assert row.sequences % row.config.data == 0
-
-
-def test_recompute_of_experts_is_their_forward_with_its_exchanges():
-    row = next(row for row in ROWS if EXPERTS in row.again)
-    asked = question_of(row)
-    shape, layer = asked.shape(row.config), asked.profile(row.config).layer
-    again, mode = again_line(row, shape, asked.rates), layer.recompute["mlp"].again
-    assert again.per_token_us == pytest.approx(mode.per_token_us, rel=0.05)
 
 
 @pytest.mark.parametrize("number", ["3", "5", "8", "9", "13, 4 slices"])
@@ -340,27 +194,6 @@ def test_plans_are_within_a_tenth_of_most_measurements_and_a_large_error_has_its
 def test_plans_of_many_stages_are_within_a_tenth():
     errors = {row.number: step_of(row).error for row in ROWS if number_of(row) in MANY_STAGES}
     assert max(map(abs, errors.values())) <= 0.1, errors
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_a_recipe_has_a_source_and_its_sizes_fit_its_model_devices_and_batch(recipe):
-    assert [other.name for other in RECIPES].count(recipe.name) == 1
-    assert recipe.repository
-    assert recipe.file
-    assert recipe.commit
-    assert recipe.model in shipped("models")
-    assert recipe.cluster in shipped("clusters")
-    config, flags, lengths = recipe.config, recipe.flags, recipe.lengths.batch(recipe.sequences)
-    assert recipe.devices == config.devices
-    assert sum(config.layers) == flags["num_layers"]
-    assert len(config.layers) == config.num_stages
-    assert flags.get("num_experts", config.expert) % config.expert == 0
-    assert (config.ranks * config.data) % config.expert == 0
-    assert len(lengths) == recipe.sequences >= config.data
-    assert max(lengths) <= min(recipe.budget, recipe.lengths.longest)
-    assert recipe.lengths.batch(recipe.sequences) == lengths
-    assert (recipe.measured_s is None) or recipe.measured
-    assert all(hasattr(config, name) and recipe.devices % size == 0 for name, size in recipe.fixed)
 
 
 def recipe_of(name):

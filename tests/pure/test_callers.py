@@ -17,16 +17,12 @@ from megatron_epp.plan import EppError
 @pytest.mark.parametrize(
     ("text", "given"),
     [
-        ("", None),
-        ("0", None),
-        ("off", None),
-        ("1", {}),
-        ("on", {}),
+        ("", None), ("0", None), ("off", None), ("1", {}), ("on", {}),
         ("memory_cap_gb=60,offload=on", {"memory_cap_gb": 60.0, "offload": "on"}),
         ("memory-cap-gb=0.5 order=given", {"memory_cap_gb": 0.5, "order": "given"}),
         ("split_weight_gradient", {"split_weight_gradient": "on"}),
     ],
-)
+)  # fmt: skip
 def test_settings_are_there_where_the_variable_says_so_and_have_the_types_of_flags(
     monkeypatch: pytest.MonkeyPatch, text: str, given: dict[str, Any] | None
 ) -> None:
@@ -79,7 +75,6 @@ def test_a_module_that_is_missing_is_missing_as_ever(engine: str) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Settings with which plans were installed."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(megatron_epp, "install", lambda **given: found.append(given))
     return found

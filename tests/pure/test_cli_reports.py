@@ -65,9 +65,6 @@ def test_show_sets_a_run_beside_its_plan(run):
     assert float(rows["makespan"]) == pytest.approx(2.0, rel=2e-3)  # transfers take as planned
 
 
-# ---- comparisons and schedules ---------------------------------------------------------------------------------------
-
-
 def test_all_planners_are_ranked_with_the_placements_that_they_need(run):
     rows = json.loads(run(f"compare {BATCH} --planner all --json"))
     assert {row["planner"] for row in rows} == set(PLANNERS)
@@ -131,8 +128,6 @@ def test_plan_and_compare_print_how_far_the_exact_planner_is_above_its_bound(cap
         assert "above the bound" in "".join(capsys.readouterr())
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
 SHAPE = "--layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512"
 HELD = f"--lengths 8192,700,300 --stages 2 {SHAPE} --slices 3 --layout even"
 
@@ -187,23 +182,6 @@ def test_the_figures_of_memory_are_those_of_the_same_plan_and_add_up(run):
 def test_a_divided_vocabulary_is_compared_with_planners_that_search_no_layout(run):
     text = run(f"compare {HELD} --vocab-parallel on --layout even --planner greedy --planner 1f1b")
     assert text.count("the vocabulary over all ranks") == 1
-
-
-def test_states_of_an_optimizer_at_the_host_are_not_on_the_device(run):
-    there = "--optimizer-cpu-offload --use-precision-aware-optimizer"
-    device, host = (row_of(run(f"plan --memory {HELD} {flags}"), "static, in all") for flags in ("", there))
-    assert all(with_states > without for with_states, without in zip(device, host, strict=True))
-
-
-def test_the_smallest_cap_that_is_told_where_nothing_fits_does_and_a_smaller_one_does_not(run):
-    text = run(f"plan --memory {HELD} --memory-gb 0.02")
-    smallest = float(re.findall(r"smallest cap .*: ([0-9.]+) GiB", text)[0])
-    assert row_of(text, "cap")[0] / 1024 == pytest.approx(smallest, abs=2e-4)
-    run(f"plan {HELD} --memory-gb {smallest}")
-    assert main(shlex.split(f"plan {HELD} --memory-gb {0.99 * smallest}")) == 2
-
-
-# ---- help and progress -----------------------------------------------------------------------------------------------
 
 
 def help_of(capsys, *argv):

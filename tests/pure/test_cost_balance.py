@@ -73,12 +73,6 @@ def test_stages_with_half_layers_are_spoken_of_like_others():
     assert advice(PROFILE.costs([8.5, 8.5, 8.5, 6.5]), range(4), SHORT) is None
 
 
-def test_the_parts_of_a_layer_add_up_in_the_spread():
-    """A stage of attention halves and one of MLP halves beside them take as long as the layers they are cut from."""
-    cut, whole = (spreads(PROFILE.costs(layers), SHORT)[0].excess for layers in ([8.5, 7.5, 8, 8], [8, 8, 8, 8]))
-    assert cut == pytest.approx(whole, abs=0.05)
-
-
 def test_nothing_is_said_of_layers_that_suit_the_sequences_are_meant_to_be_none_or_share_a_rank_and_where_nothing_is_known():
     for layers, rank_of, lengths in (
         ((4,) * 8, range(8), LONG),

@@ -20,8 +20,8 @@ from megatron_epp.planner.tables import tabulate
 from megatron_epp.tools.formulas import CPU, H100, ModelShape, on_device
 from megatron_epp.tools.formulas.analytic import analytic_profile
 from megatron_epp.tools.report.gantt import item_colours
-from megatron_epp.tools.report.text import headline, peak_table
-from tests.support.plan.campaign import faults_of_answer, faults_of_breakdown
+from megatron_epp.tools.report.text import peak_table
+from tests.support.plan.campaign import faults_of_answer
 from tests.support.plan.campaign_cases import Case
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
@@ -170,21 +170,6 @@ def test_tokens_that_are_not_trained_pass_the_half_of_the_last_stage_all_the_sam
     whole = PROFILE.costs([3, 1])
     of_half = half.stages[1].inner[0].forward.time_us(untrained.tokens, untrained.pairs)
     assert half.forward_us(1, untrained).tolist() == pytest.approx((whole.forward_us(1, untrained) + of_half).tolist())
-
-
-@pytest.mark.parametrize("layers", HALVES)
-@pytest.mark.parametrize("split", [False, True])
-def test_plans_with_halves_pass_the_proof_and_their_items_add_up(layers, split):
-    costs = on_device(PROFILE.costs(layers, state_bytes_per_parameter=0.0))
-    lengths, ranks = (150, 64, 300), tuple(range(len(layers)))
-    wide = plan(Problem(lengths, ranks, (UNLIMITED_BYTES,) * len(ranks)), costs, Options(split_weight=split))
-    caps = (int(0.8 * max(wide.predicted.peak_bytes)),) * len(ranks)
-    tight = plan(Problem(lengths, ranks, caps), costs, Options(split_weight=split, slices=2))
-    for made in (wide, tight):
-        assert check(made) == []
-        assert [made.num_layers[stage] + made.half_layers[stage] / 2 for stage in ranks] == layers
-        assert " 4 layers" in headline(made)[0]
-        assert list(faults_of_breakdown(made, costs)) == []
 
 
 def test_the_backward_of_a_half_alone_has_room_for_the_gradient_of_its_keys_and_values():

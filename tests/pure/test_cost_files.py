@@ -178,14 +178,10 @@ def test_a_cluster_starts_from_known_rates_and_changes_some(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rates: abacus", "abacus.*h100, cpu"),
-        ("flops: 3", "unknown flops"),
-        ("linear_flops: fast", "linear_flops is 'fast'"),
-        ("linear_flops: -1", "must be a number from 1"),
-        ("- a list", "holds no `name: value` pairs"),
-        ("a: [", "not YAML"),
+        ("rates: abacus", "abacus.*h100, cpu"), ("flops: 3", "unknown flops"), ("linear_flops: fast", "linear_flops is 'fast'"),
+        ("linear_flops: -1", "must be a number from 1"), ("- a list", "holds no `name: value` pairs"), ("a: [", "not YAML"),
     ],
-)
+)  # fmt: skip
 def test_a_cluster_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, message: str):
     path = tmp_path / "mine.yaml"
     path.write_text(text)

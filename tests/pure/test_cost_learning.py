@@ -52,7 +52,6 @@ def events(plan, stage, scale=1.0, split=False):
 
 
 def learnt(scales=(1.0,) * RECORDED, kept_per_token=0, split=False):
-    """Learners of both ranks."""
     plan, found = plan_of(), []
     for rank in (0, 1):
         learner = Learner()
@@ -159,7 +158,6 @@ OF_LAYERS, OF_BACKWARDS = LAYER.scaled(2), LinearTime(200.0, 9.0, 0.05)
 
 
 def learner_of(plan: Plan, again_us: LinearTime = LinearTime()) -> Learner:  # noqa: B008 - frozen
-    """Learner of the first stage, whose layers take `LAYER` and nothing else."""
     learner = Learner()
     for _ in range(WARM_UP):
         learner.add(plan, (), {})

@@ -92,7 +92,6 @@ def noisy(draw: random.Random) -> Disturbance:
 
 
 def sometimes_long(draw: random.Random) -> Disturbance:
-    """One time in ten is fifty times as long."""
     return lambda time_us: time_us * (50.0 if draw.random() < 0.1 else 1.0)
 
 

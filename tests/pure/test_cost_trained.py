@@ -35,14 +35,12 @@ TIMES = {"forward": LinearTime(5.0, 20.0), "backward": LinearTime(5.0, 40.0), "w
 
 
 def with_head() -> PipelineCosts:
-    """Costs of a pipeline whose output layer takes most of the time."""
     first, last = pipeline(2).stages
     last = last.changed(INPUT, HEAD, **dict.fromkeys(TIMES, LinearTime())).changed(HEAD, **TIMES)
     return replace(pipeline(2), stages=(first, last))
 
 
 def parts_of(length: int, trained: range) -> tuple[int, ...]:
-    """One part per token."""
     return tuple(int(token in trained) for token in range(length))
 
 
@@ -146,7 +144,6 @@ def test_stages_before_the_first_that_trains_keep_nothing_and_their_backwards_ta
 
 
 def costs_by(command: str) -> PipelineCosts:
-    """Return the costs that a command plans with."""
     asked = cli._parser().parse(shlex.split(f"{command} --lengths 8192 --model llama3-8b --rates h100 --stages 4"))
     return costs_of(asked, (8192,), Layout.of_layers([8] * 4, Placement("looped", 4, 1)))
 

@@ -57,7 +57,6 @@ def rendered(messages, prompted):
 
 
 def sample_texts(encoder, messages=CHAT, options=None, counts=None):
-    """Of every sample the text, and the trained characters in runs."""
     found = []
     for ids, trained in encoder.encode(messages, options, counts):
         assert len(ids) == len(trained)
@@ -68,7 +67,6 @@ def sample_texts(encoder, messages=CHAT, options=None, counts=None):
 
 
 def trained_text(encoder, messages=CHAT, options=None, counts=None):
-    """The trained characters of a conversation that is one sample, in runs."""
     ((_, runs),) = sample_texts(encoder, messages, options, counts)
     return runs
 
@@ -140,13 +138,10 @@ OFF, ON = {"weight": 0}, {"weight": 1.0, "train": True}
 @pytest.mark.parametrize(
     ("switches", "runs"),
     [
-        ([{}, {}, {}, {}, {}], ["cd.", "fgh."]),
-        ([OFF, {"train": False}, ON, {"train": None}, ON], ["cd.", "fgh."]),
-        ([{}, {}, OFF, {}, {}], ["fgh."]),
-        ([{}, {}, {}, {}, {"train": False}], ["cd."]),
-        ([{}, {}, ON | OFF, {}, OFF], []),
+        ([{}, {}, {}, {}, {}], ["cd.", "fgh."]), ([OFF, {"train": False}, ON, {"train": None}, ON], ["cd.", "fgh."]),
+        ([{}, {}, OFF, {}, {}], ["fgh."]), ([{}, {}, {}, {}, {"train": False}], ["cd."]), ([{}, {}, ON | OFF, {}, OFF], []),
     ],
-)
+)  # fmt: skip
 def test_messages_that_are_switched_off_are_not_trained_and_no_template_gets_the_switches(switches, runs):
     def checking(messages, prompted):
         assert all(one.keys() == {"role", "content"} for one in messages)
@@ -342,12 +337,6 @@ def test_a_mask_of_another_length_than_the_tokens_is_refused():
         ChatEncoder(broken, "{% generation %}").encode(CHAT)
 
 
-def test_messages_are_those_under_the_key():
-    calling = {"role": "assistant", "tool_calls": [{"name": "f"}]}
-    assert messages_of({"turns": [USER, calling]}, "turns", "in:1") == [USER, calling]
-    assert messages_of({"messages": []}, "messages", "in:1") == []
-
-
 @pytest.mark.parametrize(
     ("record", "says"),
     [
@@ -517,12 +506,3 @@ def test_templates_that_take_parts_get_them_and_what_is_no_text_is_told():
     assert contents == [[*PARTS, PICTURE], "f"]
     (warning,) = fields.warnings(["user"])
     assert "parts that are no text (1 of type image_url)" in warning
-
-
-def test_conversations_without_further_fields_are_rendered_once_and_others_a_few_times():
-    fields = Fields()
-    plain, calling = Rendering(content), Rendering(everything)
-    count_fields(fields, [{"role": role, "content": "x"} for role in ("user", "assistant")] * 50, ["assistant"], plain, None)
-    count_fields(fields, FIELDS_CHAT[1:4] * 50, ["assistant"], calling, None)
-    count_fields(fields, FIELDS_CHAT[1:4] * 50, ["assistant"], plain, None)
-    assert (calling.num_calls, plain.num_calls) == (2, 4)

@@ -13,8 +13,6 @@ from megatron_epp.data.indexed_documents import open_mask, sequences_of, stream_
 from megatron_epp.plan.errors import EppError
 from megatron_epp.tools.cli.lengths import limited
 
-# ---- samples of conversations, with what is trained marked -----------------------------------------------------------
-
 
 def decode(ids: Sequence[int]) -> str:
     """Return text whose tokens are lines by their numbers."""
@@ -36,9 +34,6 @@ def test_parts_that_train_are_marked_and_of_long_or_many_parts_the_first_and_las
         "... 29 parts ...",
         *(rf"line {number}\n" for number in range(36, 40)),
     ]
-
-
-# ---- lengths: equal seeds give equal ones, distributed as their corpora are ------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,9 +64,6 @@ def test_articles_files_of_code_chats_and_agents_are_distributed_as_is_documente
     found = sequence_lengths.agents(20_000, 7)
     assert (found > 5000).mean() == pytest.approx(0.99 / 16, abs=0.01)
     assert np.median(found[found > 5000]) == pytest.approx(60_000, rel=0.15)
-
-
-# ---- masks: read as they are, and refused if they are of other tokens or no masks ------------------------------------
 
 
 VALUES = [0, 1, 1, 0, 0, 1, 0]
@@ -108,9 +100,6 @@ def test_a_value_other_than_0_and_1_is_refused_with_its_token_where_it_is_read(t
     assert mask.read(0, 4).tolist() == [0, 1, 1, 0]
     with pytest.raises(EppError, match=r"corpus\.mask has 49 for token 4, where 1 \(trained\) or 0 \(not\) is expected; make"):
         mask.read(2, 7)
-
-
-# ---- sequences that documents make under a limit, against the same written down token by token -----------------------
 
 
 def naive(num_tokens, limit, long_documents):

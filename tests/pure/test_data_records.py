@@ -168,19 +168,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("", ""),
-        ("[]", ""),
-        ("{}", ""),
-        ("not json", ""),
-        ('{"schema": "other", "version": 1}', ""),
+        ("", ""), ("[]", ""), ("{}", ""), ("not json", ""), ('{"schema": "other", "version": 1}', ""),
         ({"version": 2}, "schema .* version 2, where this reads"),
         ({"max_token": "256"}, "max_token: '256' is not a whole number"),
-        ({"num_tokens": -1}, "num_tokens: -1 is not a whole number from 0"),
-        ({"flags": None}, "flags is missing"),
+        ({"num_tokens": -1}, "num_tokens: -1 is not a whole number from 0"), ({"flags": None}, "flags is missing"),
         ({"flags": "\x1b[2J"}, "flags: .* without control characters"),
         ({"tokenizer": []}, r"tokenizer is \[\], which is not a JSON object"),
     ],
-)
+)  # fmt: skip
 def test_a_record_that_is_none_or_has_another_field_is_refused_with_its_path(tmp_path, content, told):
     path = tmp_path / f"corpus{SUFFIX}"
     record().save(str(path))
@@ -207,15 +202,12 @@ def test_the_same_tokenizer_is_taken(made, run):
 @pytest.mark.parametrize(
     ("made", "run"),
     [
-        (record(), GPT2),
-        (record(), replace(LLAMA, digest="another")),
-        (record(), replace(BYTES, vocab_size=128256)),
-        (record(BYTES, 256), LLAMA),
-        (record(BYTES, 256), replace(BYTES, vocab_size=256)),
+        (record(), GPT2), (record(), replace(LLAMA, digest="another")), (record(), replace(BYTES, vocab_size=128256)),
+        (record(BYTES, 256), LLAMA), (record(BYTES, 256), replace(BYTES, vocab_size=256)),
         (record(), replace(LLAMA, vocab_size=128000)),
         (record(replace(LLAMA, digest=None)), replace(GPT2, digest=None, vocab_size=200000)),
     ],
-)
+)  # fmt: skip
 def test_another_tokenizer_is_refused_by_name_in_one_line(made, run):
     with pytest.raises(EppError) as caught:
         check_tokenizer("documents/text", made, run)

@@ -91,15 +91,6 @@ def test_every_file_that_a_page_names_is_there():
     assert not [entry for entry in sorted(named) if not (ROOT / entry[1]).exists() and entry[1] != "megatron_epp/patches/"]
 
 
-def test_no_page_keeps_both_sides_of_a_merge():
-    assert not [page for page, text in PAGES.items() if re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE)]
-
-
-def test_the_workflow_installs_what_the_extra_says():
-    extra = re.search(r'^DOCS = \["(.+)"\]$', (ROOT / "setup.py").read_text(), re.MULTILINE)
-    assert f'pip install "{extra[1]}"' in (ROOT / ".github" / "workflows" / "docs.yml").read_text()
-
-
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install '.[docs]'")
 def test_the_site_builds_and_every_link_leads_to_a_page_and_a_heading(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
@@ -175,9 +166,6 @@ def test_the_process_that_plans_for_training_finds_it():
     finally:
         background.process.close()
     assert packed.plan() == plan(BATCH, COSTS, Options(planner=NAME))
-
-
-# ---- the plan that the documentation reads ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from megatron_epp.tools.cli.doctor import OK, PROBLEM, WARNING, Finding
 
 
 def fake_torch(has_gpu):
-    """`torch` with an H100, or without a GPU."""
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
     return SimpleNamespace(
         cuda=SimpleNamespace(

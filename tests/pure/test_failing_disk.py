@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.launch.yaml_settings import Launch, Settings
-from megatron_epp.plan import EppError
 from megatron_epp.tools.cli.main import main
-from megatron_epp.tools.launch.command import save_run
 from tests.support import ROOT
 from tests.support.failing_disk import swept
 
@@ -52,32 +49,3 @@ def test_a_command_ends_in_one_line_and_the_old_file_is_whole(
         assert [one.name for one in tmp_path.iterdir()] == [path.name]
         path.write_text(OLD)
     assert refused >= 3
-
-
-def test_settings_of_a_run_end_in_one_line_and_old_ones_are_whole(tmp_path: Path) -> None:
-    names, refused = ("command.sh", "settings.yaml", "versions.json"), 0
-    launch = Launch(folder=str(tmp_path), environment={"HF_TOKEN": "abc"})
-    settings = Settings(launch=launch, text="launch: {environment: {HF_TOKEN: abc}}")
-
-    def saved() -> str:
-        try:
-            save_run(settings, ["true"])
-        except EppError as error:
-            return str(error)
-        return ""
-
-    def write_old() -> None:
-        for name in names:
-            (tmp_path / name).write_text(OLD)
-
-    write_old()
-    for said in swept(saved):
-        assert isinstance(said, str)
-        if said:
-            refused += 1
-            (named,) = [name for name in names if name in said]
-            assert (tmp_path / named).read_text() == OLD
-            assert "No space left on device" in said
-        assert sorted(one.name for one in tmp_path.iterdir()) == sorted(names)
-        write_old()
-    assert refused >= 9

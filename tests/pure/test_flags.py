@@ -13,15 +13,10 @@ from megatron_epp.tools.cli import main as cli
 
 BATCH = ["plan", "--lengths", "9,5"]
 GIVEN = [
-    ("chunk-tokens", "64", "chunk_tokens", 64),
-    ("slices", "3", "slices", 3),
-    ("recompute", "2", "recompute", 2),
-    ("recompute", "auto", "recompute", "auto"),
-    ("recompute-modes", "full", "recompute_modes", "full"),
-    ("offload", "on", "offload", True),
-    ("offload", "off", "offload", False),
-    ("planner", "seq1f1b", "planner", "seq1f1b"),
-]
+    ("chunk-tokens", "64", "chunk_tokens", 64), ("slices", "3", "slices", 3), ("recompute", "2", "recompute", 2),
+    ("recompute", "auto", "recompute", "auto"), ("recompute-modes", "full", "recompute_modes", "full"),
+    ("offload", "on", "offload", True), ("offload", "off", "offload", False), ("planner", "seq1f1b", "planner", "seq1f1b"),
+]  # fmt: skip
 
 
 def training(*flags, **megatron):

@@ -83,9 +83,6 @@ def test_mistakes_are_named_in_one_line(launch, words):
     assert words != VALUE or str(error.value) == VALUE, "what may be a secret is not told"
 
 
-# ---- what is saved: references to the environment stay references ----------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def _source(monkeypatch):
     monkeypatch.setenv("EPP_TEST_SOURCE", SECRET)
@@ -104,7 +101,6 @@ def loaded(tmp_path, values, *overrides):
 
 
 def run_saved(settings, *drop):
-    """The saved command, where some variables are not set."""
     words = [word for name in drop for word in ("-u", name)]
     command = ["env", *words, "bash", "command.sh"]
     return subprocess.run(command, cwd=settings.folder, capture_output=True, text=True, check=False)
@@ -134,16 +130,6 @@ def test_a_secret_is_saved_for_its_owner_alone(tmp_path):
             path.chmod(0o644)
     os.umask(before)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["command.sh", "settings.yaml", "versions.json"]
-
-
-@pytest.mark.parametrize(("environment", "is_followed"), [({}, True), ({"HF_TOKEN": "abc"}, False)], ids=["usual", "secret"])
-def test_a_link_in_the_place_of_a_file_is_followed_unless_the_file_is_private(tmp_path, environment, is_followed):
-    linked = tmp_path / "linked"
-    linked.write_text("old")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "command.sh").symlink_to(linked)
-    save_run(loaded(tmp_path, environment), ["true"])
-    assert (linked.read_text() != "old") == (tmp_path / "run" / "command.sh").is_symlink() == is_followed
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

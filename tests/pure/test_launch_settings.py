@@ -6,7 +6,6 @@ import fcntl
 import logging
 import os
 import signal
-import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -96,9 +95,6 @@ def test_what_cannot_be_is_refused_by_name_with_what_would_do(write, text, overr
     message = str(error.value)
     assert [fact for fact in facts if fact not in message] == []
     assert len(message.splitlines()) <= 2
-
-
-# ---- settings as flags of the training script ------------------------------------------------------------------------
 
 
 PARSER = argparse.ArgumentParser()
@@ -199,9 +195,6 @@ def test_what_a_command_says_is_in_the_log_however_it_ends(tmp_path, script, lim
     assert log.read_text() == "first\nwhy\n"
 
 
-# ---- a folder takes one run at a time, and is free again however the process that held it ended ------------------------
-
-
 HOLDER = """
 import sys, subprocess
 from megatron_epp.launch.run_folder import hold
@@ -228,16 +221,6 @@ def test_a_second_run_is_told_of_the_first_until_that_is_killed(tmp_path: Path):
     finally:
         os.killpg(first.pid, signal.SIGKILL)
         first.stdout.close()
-
-
-@pytest.mark.parametrize("content", ["[" * 4000, '{"run": "\\u001b[2J"}', "\0"])
-def test_a_damaged_lock_holds_all_the_same(tmp_path: Path, content: str):
-    (tmp_path / LOCK).write_text(content)
-    with (tmp_path / LOCK).open("r+b") as file:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, 0, 0, 0))
-        with pytest.raises(EppError, match="another run writes into") as refused:
-            hold(tmp_path, "second")
-    assert str(refused.value).isprintable()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):

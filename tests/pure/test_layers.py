@@ -46,7 +46,6 @@ def modules() -> dict[str, Path]:
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """All nodes of a file's code."""
     return [*ast.walk(ast.parse(path.read_text()))]
 
 

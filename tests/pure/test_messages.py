@@ -2,7 +2,6 @@
 
 import ast
 import pickle
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,12 +28,6 @@ LLAMA = ["plan", "--lengths", "1000", "--model", "llama3-8b"]
 SMALL = [*LLAMA, "--cluster", "h100x8", "--stages", "1"]
 
 
-def told(capsys: pytest.CaptureFixture[str], argv: list[str], behind: str) -> str:
-    """Return the word behind others in the refusal of a command."""
-    assert exit_code(argv) == 2
-    return capsys.readouterr().err.rpartition(behind)[2].split()[0].rstrip(".,")
-
-
 def test_a_device_that_is_too_small_has_no_larger_cap_to_raise_and_flags_that_are_named_help(capsys):
     assert exit_code(SMALL) == 2
     *_, refusal, other = capsys.readouterr().err.splitlines()
@@ -42,14 +35,6 @@ def test_a_device_that_is_too_small_has_no_larger_cap_to_raise_and_flags_that_ar
     assert other == "`megatron-epp advise` tries sizes, layouts and contexts, and prints what fits."
     for flags in (["--stages", "4"], ["--tensor-parallel", "2", "--sequence-parallel"]):
         assert exit_code([*SMALL, *flags]) == 0
-
-
-def test_a_cap_that_is_said_to_do_does_and_looks_larger_than_the_one_before(capsys):
-    model = "--layers 2 --hidden 64 --ffn 128 --heads 2 --kv-heads 2 --vocab 128"
-    small = shlex.split(f"plan {model} --lengths 100 --stages 2 --layout even --vocab-parallel off")
-    assert float(told(capsys, [*small, "--memory-gb", "0.001"], "would do is ")) > 0.001
-    raised = told(capsys, [*small, "--memory-gb", "0.001"], "Raise --memory-cap-gb to ")
-    assert exit_code([*small, "--memory-gb", raised]) == 0
 
 
 def test_help_imports_nothing_heavy_and_a_command_no_other():
@@ -72,8 +57,6 @@ def test_help_imports_nothing_heavy_and_a_command_no_other():
     assert all(text.startswith("usage: megatron-epp") for text in texts)
 
 
-# ---- remedies --------------------------------------------------------------------------------------------------------
-
 ROOT = Path(megatron_epp.__file__).parent
 PURE = ("plan", "cost", "planner", "data")
 FIELDS = {field.name for kind in (Options, Problem, ModelShape) for field in fields(kind)}
@@ -92,7 +75,6 @@ ERROR = InfeasibleError(
 
 
 def flags_of(name: str) -> dict[str, str]:
-    """Return the flags of a command by their settings."""
     (commands,) = (action for action in cli._parser()._actions if isinstance(action.choices, dict))
     return names_of(commands.choices[name])
 
@@ -183,8 +165,6 @@ def test_errors_keep_everything_on_their_way_from_process_to_process(moved):
     assert str(error) == f"a batch: {ERROR.text(TRAINING)}\nIt was long."
     assert moved(MessageRoomError("full", (1, 2))).needed == (1, 2)
 
-
-# ---- bytes: two sizes that differ never look alike together, and what is to suffice does -----------------------------
 
 GIB = 1 << 30
 PAIRS = [(72 * GIB, 72 * GIB + 1), (10_737_418, 11_000_000), (80_745_586_688, 80_745_586_680), (1, 2), (5 << 20, 5 << 30)]

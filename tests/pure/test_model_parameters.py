@@ -210,17 +210,6 @@ def test_layers_of_a_hybrid_model_are_the_mean_of_those_with_one_part_each():
     assert whole.layer.largest_weight == max(profile.layer.largest_weight for profile in parts)
 
 
-def test_a_layer_of_attention_and_one_of_an_mlp_are_together_a_whole_one():
-    flags = load_flags("llama3-8b") | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    whole, *parts = (analytic_profile(shape_of(flags | {"hybrid_layer_pattern": part}), H100).layer for part in ("", "*", "-"))
-    for name in ("forward", "backward", "weight"):
-        line, lines = getattr(whole, name), [getattr(part, name) for part in parts]
-        assert line.per_token_us == pytest.approx(sum(own.per_token_us for own in lines))
-        assert line.fixed_us == pytest.approx(sum(own.fixed_us for own in lines))
-    for name in ("bytes_per_token", "weight_bytes_per_token", "parameters"):
-        assert getattr(whole, name) == pytest.approx(sum(getattr(part, name) for part in parts))
-
-
 def test_mamba2_hands_on_states_which_ranks_share():
     flags = load_flags("nemotron-3-nano") | {"hybrid_layer_pattern": "M*"}
     alone, shared = (analytic_profile(shape_of(flags | {"tensor_model_parallel_size": ranks}), H100) for ranks in (1, 2))

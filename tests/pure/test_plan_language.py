@@ -144,7 +144,6 @@ def joined(plan, rank, at):
 
 
 def first_pair(plan, rank):
-    """Where a backward is followed by a forward."""
     row = plan.actions(rank)
     return next(i for i, (one, two) in enumerate(pairwise(row)) if (one.op, two.op) == (Op.B, Op.F))
 

@@ -219,7 +219,6 @@ def reach(row, action):
 
 
 def late_receives(rows):
-    """Rows whose receives stand right before the actions that use them."""
     late = []
     for row in rows:
         receives = {Action(Op(a.op[-1]), a.stage, a.chunk): a for a in row if a.op in (Op.RECV_F, Op.RECV_B)}
@@ -279,7 +278,6 @@ def test_replicas_with_plans_of_their_own_never_wait_for_each_others_reductions(
 
 
 def make_other(plan):
-    """One short sequence, forward and backward, over the same placement."""
     stages = range(plan.num_stages)
     rows = [[f"{s}F0" for s in stages if plan.placement[s] == rank] for rank in range(plan.num_ranks)]
     if not plan.forward_only:

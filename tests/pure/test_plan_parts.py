@@ -22,8 +22,6 @@ from scripts.write_communicators import CHANNEL_BYTES, link_use, num_connections
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import make_plan, two_by_two, whole, with_rows, with_step
 
-# ---- placements: stages go to ranks round and round, or there and back -----------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("placement", "ranks"),
@@ -49,9 +47,6 @@ def test_the_ends_meet_where_the_first_rank_has_the_last_stage_too() -> None:
     assert [Placement(*kind).ends_share_rank for kind in kinds] == [False, True, False, True, False]
 
 
-# ---- sizes of buffers: few, none too small, none much too large ------------------------------------------------------
-
-
 @given(st.lists(st.integers(0, 1 << 30), min_size=1).map(sorted))
 def test_a_buffer_holds_what_it_is_for_and_an_eighth_more_at_most_and_is_never_smaller_for_more(counts):
     sizes = size_classes(np.array(counts)).tolist()
@@ -62,9 +57,6 @@ def test_a_buffer_holds_what_it_is_for_and_an_eighth_more_at_most_and_is_never_s
 def test_sizes_are_few():
     counts = np.arange(1024, 1 << 20)
     assert len(set(size_classes(counts).tolist())) == 10 * SIZES_PER_OCTAVE + 1
-
-
-# ---- trees: groups of ranks whose first ranks are divided again, so that each is connected to few --------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 63, 64])
@@ -108,9 +100,6 @@ def test_links_hold_a_quarter_of_the_sms_and_as_much_memory_as_their_ctas_have_c
     assert by_nccl.num_bytes / use.num_bytes == 16 / use.ctas
 
 
-# ---- rows as text ----------------------------------------------------------------------------------------------------
-
-
 def test_rank_numbers_line_up():
     lines = to_grid([[Action(Op.F, rank, 0)] for rank in range(11)]).splitlines()
     assert lines[0] == "rank  0 | 0F0"
@@ -143,9 +132,6 @@ def test_a_lowered_plan_reads_back(plan):
 def test_what_is_no_grid_is_refused(text, reason):
     with pytest.raises(PlanError, match=reason):
         from_grid(text)
-
-
-# ---- violations ------------------------------------------------------------------------------------------------------
 
 
 def test_the_report_puts_an_arrow_under_the_fault():

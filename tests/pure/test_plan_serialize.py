@@ -82,14 +82,12 @@ def test_the_digest_does_not_care_for_the_type_of_a_number():
 
 
 def edited(change):
-    """A plan's file with its content changed."""
     document = json.loads(to_json(one_f_one_b()))
     change(document)
     return json.dumps(document)
 
 
 def signed(change):
-    """The same with a digest that fits."""
     return bad_files.signed(json.loads(edited(change)))
 
 

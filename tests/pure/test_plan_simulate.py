@@ -29,7 +29,7 @@ from megatron_epp.plan.simulation import simulate
 from tests.support.plan import second_simulator
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.report_plans import predicted, sliced_plan, v_shaped_plan, with_offload
-from tests.support.plan.small_plans import make_plan, one_f_one_b, only_fault, v_shape, whole, with_rows, with_step
+from tests.support.plan.small_plans import make_plan, one_f_one_b, only_fault, whole, with_rows, with_step
 
 
 @given(sound_plans(min_time=1, shared=True))
@@ -56,36 +56,10 @@ def test_a_link_serves_whoever_comes_first_in_either_direction(plan):
             free_us = end_us
 
 
-def test_steps_of_no_time_take_and_give_back_one_after_the_other():
-    plan = make_plan(["0F0 0B0 0F1 0B1"], whole(4, 4), copies=["0O0 0L0"], offload_share=0.5)
-    for action in ("0F0", "0B0", "0F1", "0B1", "0O0", "0L0"):
-        plan = with_step(plan, action, time_us=0.0)
-    assert [live for _, live in simulate(plan).live_bytes(0)] == [100, 140, 120, 140, 100, 140, 100]
-
-
-def test_the_makespan_is_the_end_of_the_last_step_even_of_a_copy():
-    assert simulate(make_plan(["0F0"], whole(4), copies=["0O0"], forward_only=True)).makespan_us == 15
-
-
 def test_a_workspace_counts_while_its_action_runs():
     plan = with_step(make_plan(["0F0 0B0"], whole(4)), "0B0", alloc_bytes=7, free_bytes=47)
     assert simulate(plan).peak_bytes == (147,)
     assert simulate(with_step(plan, "0B0", time_us=0.0)).peak_bytes == (147,)
-
-
-def test_messages_leave_when_their_producer_ends():
-    first, *_, last = simulate(one_f_one_b()).messages()
-    assert (first.action, first.src_rank, first.dst_rank) == (Action(Op.SEND_F, 0, 0), 0, 1)
-    assert (first.start_us, first.end_us) == (10, 11)
-    assert (last.action, last.src_rank, last.dst_rank) == (Action(Op.SEND_B, 1, 2), 1, 0)
-    assert {str(m.action) for m in simulate(v_shape()).messages()}.isdisjoint({"1SEND_F0", "2SEND_B0"})
-
-
-def test_the_two_directions_of_a_boundary_have_their_own_times():
-    plan = one_f_one_b()
-    line = simulate(replace(plan, messages=replace(plan.messages, gradient_us=((50.0, 60.0, 70.0),))))
-    assert line.start_us[1][0] == 11
-    assert line.start_us[0][2] == line.end_us[1][1] + 50  # 0B0 and 1B0
 
 
 def test_a_deadlock_names_what_every_blocked_rank_waits_for():

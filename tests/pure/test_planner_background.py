@@ -39,7 +39,6 @@ def ending(*_: object) -> None:
 
 @pytest.fixture(scope="module")
 def planner() -> Iterator[BackgroundPlanner]:
-    """Its process knows its costs from its start."""
     made = BackgroundPlanner(pipeline(2), Options())
     yield made
     made.process.close()

@@ -181,9 +181,6 @@ def test_with_one_slice_no_sequence_of_any_replica_is_cut(batches):
     assert {segment.start for made in plans for chunk in made.chunks for segment in chunk.segments} == {0}
 
 
-# ---- the check -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def matched():
     return plan_lockstep(problems(*ROUGH), COSTS, Options(slices=2))

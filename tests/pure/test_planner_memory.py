@@ -3,17 +3,16 @@
 import itertools
 import random
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
-import numpy as np
 import pytest
 
 from megatron_epp.contrib.papers.spacing import whole_backwards
-from megatron_epp.cost.blocks import INPUT, LAYER, BlockCosts, StageCosts
+from megatron_epp.cost.blocks import INPUT, LAYER, BlockCosts
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime, ModeCosts, work_of
-from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Recompute, Segment
+from megatron_epp.plan import RECOMPUTE_MODES, UNLIMITED_BYTES, Chunk, InfeasibleError, Segment
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, Problem, plan
@@ -22,14 +21,6 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.passes import (
-    ABSENT,
-    BackwardBytes,
-    LayerGroup,
-    moments,
-    recompute_frontier,
-    recompute_of,
-)
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.tools.formulas import analytic_profile
 from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
@@ -239,59 +230,6 @@ def unlike_layer(draw: random.Random, mean: BlockCosts) -> BlockCosts:
     return replace(mean, count=1, cached_share=float(draw.randint(0, 1)), **sizes)
 
 
-def stage(draw: random.Random) -> StageCosts:
-    layer = draw.randint(20, 60)
-    return stage_of(
-        num_layers=3,
-        forward=LinearTime(5.0, 3.0, 0.1),
-        backward=LinearTime(5.0, 6.0, 0.2),
-        layer_bytes_per_token=layer,
-        recomputed_layer_bytes_per_token=draw.randint(1, 5),
-        kv_bytes_per_token=4,
-        recompute={
-            "selective": ModeCosts(LinearTime(4.0, 3.0), draw.randint(5, layer)),
-            "mlp": ModeCosts(LinearTime(2.0, draw.uniform(1.0, 3.0)), draw.randint(8, layer)),
-        },
-    )
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_prices_rise_and_every_level_lies_on_or_above_the_ladder(seed: int):
-    costs = PipelineCosts("random", (stage(random.Random(seed)),), 0.0)
-    chunks = [Chunk((Segment(0, 0, 7),)), Chunk((Segment(1, 0, 900),)), Chunk((Segment(1, 900, 1000),))]
-    work = work_of(chunks, (7, 1000))
-    frontier = recompute_frontier(0, work, costs, RECOMPUTE_MODES)
-    for c in range(len(chunks)):
-        there = frontier.mode[:, c] != ABSENT
-        frontier_sums = list(zip(frontier.saved[there, c].tolist(), frontier.layer_us[there, c].tolist(), strict=True))
-        prices = [took_us / saved for saved, took_us in frontier_sums]
-        assert prices == sorted(prices)
-        assert all(saved > 0 for saved, _ in frontier_sums)
-        corners = [(0, 0.0)]
-        for saved, took_us in frontier_sums:
-            corners.append((corners[-1][0] + saved, corners[-1][1] + took_us))
-        for name in RECOMPUTE_MODES:
-            one = Recompute(**{name: 1})
-            saved = int((costs.activation_bytes(0, work) - costs.activation_bytes(0, work, one))[c])
-            took_us = float(costs.recompute_us(0, work, one)[c])
-            for (x0, y0), (x1, y1) in pairwise(corners):
-                if x0 <= saved <= x1:
-                    assert took_us >= y0 + (y1 - y0) * (saved - x0) / (x1 - x0) - 1e-6
-            assert saved <= corners[-1][0]
-
-
-@pytest.mark.parametrize("modes", [(0,), (1, 0), (2, 1, 0), (2, 0)])
-def test_steps_and_what_they_come_to_say_the_same(modes: tuple[int, ...]):
-    for taken in range(4 * len(modes) + 1):
-        recompute = recompute_of(modes, 4, taken)
-        steps_of = {RECOMPUTE_MODES[mode]: number + 1 for number, mode in enumerate(modes)}
-        assert sum(count * steps_of[name] for name, count in recompute.by_mode()) == taken
-        assert recompute.num_layers == min(taken, 4)
-        assert sorted(map(recompute.mode, range(4)), key=[*RECOMPUTE_MODES, ""].index) == [
-            recompute.mode(layer) for layer in range(4)
-        ]
-
-
 def test_attention_is_not_run_again_where_that_would_cost_most():
     """One long sequence under a cap: with all levels little is recomputed whole, and the plan is faster."""
     free = plan(problem((65536,), 2), pipeline(2), Options(slices=8))
@@ -307,7 +245,6 @@ def test_attention_is_not_run_again_where_that_would_cost_most():
 @pytest.mark.slow  # ten seconds of planning
 def test_four_million_tokens_are_planned_for_64_stages():
     """A sequence of 4M tokens on devices of 141 GB, eight ways each of tensor and context parallelism."""
-
     flags = load_flags("llama3-70b") | {"tensor_model_parallel_size": 8, "context_parallel_size": 8, "sequence_parallel": True}
     cluster = load_cluster("h200x8")
     profile = analytic_profile(shape_of(flags), cluster.rates)
@@ -316,18 +253,3 @@ def test_four_million_tokens_are_planned_for_64_stages():
     made = plan(problem((1 << 22,), 64, int(0.9 * cluster.device_memory_gb * GIB), token_multiple=64), costs)
     assert check(made) == []
     assert max(made.predicted.peak_bytes) <= 0.9 * cluster.device_memory_gb * GIB
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_the_peak_of_a_backward_is_that_of_a_walk_along_its_layers(seed: int):
-    draw = random.Random(seed)
-    sizes = BackwardBytes(*(np.array(draw.randint(-9, 30)) for _ in BackwardBytes._fields))
-    groups = [
-        LayerGroup(draw.randint(1, 4), draw.randint(0, 20), draw.randint(0, 30), draw.randint(-9, 30))
-        for _ in range(draw.randint(0, 3))
-    ]
-    live, walked = int(sizes.constant + sizes.reached), [int(sizes.constant + sizes.at_half)]
-    for number, (kept, peak, gone) in enumerate(sizes for count, *sizes in groups for _ in range(count)):
-        walked.append(live + peak - kept)
-        live += int(sizes.first_mlp) * (number == 0) - kept - gone
-    assert max(map(int, moments(sizes, groups))) == max(walked if groups else [*walked, live])

@@ -17,7 +17,6 @@ from megatron_epp.cost.work import LinearTime
 from megatron_epp.features.split_weights.split import EAGER_GAP, WHOLE_GAP
 from megatron_epp.features.split_weights.split_orders import split_weights
 from megatron_epp.features.stages.stage_orders import Interleaved
-from megatron_epp.features.vocabulary.vocabulary_order import SHARD_KINDS
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan, PlanError, Segment
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.proof import check
@@ -28,7 +27,7 @@ from megatron_epp.planner.chunk_tables import with_other_starts
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.fitted import fitted, for_table
-from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, CodedOrder, coded, encode
+from megatron_epp.planner.kernels.codes import KIND_MASK, WEIGHT, coded, encode
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.orders.warm_up import CappedWarmUp, elastic_1f1b
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths
@@ -124,29 +123,9 @@ ORDER = (
 )
 
 
-def test_an_order_as_numbers_reads_like_its_actions() -> None:
-    order = coded(ORDER, 2)
-    assert isinstance(order, CodedOrder)
-    assert len(order) == 2
-    assert (order[1], order[:1], list(order)) == (ORDER[1], ORDER[:1], list(ORDER))
-    assert repr(order) == repr(ORDER)
-    assert coded(order, 2) is order
-
-
 def test_an_order_goes_to_another_process_as_actions_for_its_numbers_may_be_of_another_type_there() -> None:
     received = pickle.loads(pickle.dumps(coded(ORDER, 2)))
     assert (type(received), received) == (tuple, ORDER)
-
-
-def test_an_order_as_numbers_equals_any_order_of_the_same_actions() -> None:
-    actions, order, other = ORDER, coded(ORDER, 2), coded((ORDER[0][:4], ORDER[1]), 2)
-    assert order == actions
-    assert actions == order
-    assert order == coded(ORDER, 2)
-    assert order != other
-    assert actions != other
-    assert (order.key == coded(ORDER, 2).key, order.key == other.key) == (True, False)
-    assert order == CodedOrder(encode(order, 2, SHARD_KINDS), 2), "kinds that no action has make no difference"
 
 
 RANKS = 4

@@ -60,21 +60,6 @@ def test_the_plan_is_close_to_a_bound_that_counts_the_recompute_the_cap_forces(n
     assert raw_bound_us(made, given, 8, Options()) <= made.predicted.makespan_us * (1 + 1e-9)
 
 
-@spread_by_default(2, lengths=(WEB, WHALE), placement=((0, 1, 2, 3), LOOPED, V), options=(Options(), SPLIT))
-def test_any_placement_is_planned_under_any_cap_that_holds_it(
-    lengths: tuple[int, ...], placement: tuple[int, ...], options: Options
-):
-    recompute_steps = 16 // len(placement)
-    costs = pipeline(len(placement), recompute_steps)
-    for cap in (40, 80):
-        given = Problem(lengths, placement, (cap * GIB,) * 4)
-        made = plan(given, costs, options)
-        assert check(made) == []
-        assert gap(made) < 0.25
-        bound_us = raw_bound_us(made, given, len(placement), options, recompute_steps)
-        assert bound_us <= made.predicted.makespan_us * (1 + 1e-9)
-
-
 @pytest.mark.parametrize("lengths", [WEB, EQUAL], ids=["web", "equal"])
 def test_weight_gradients_of_their_own_are_faster_and_fit_the_same_cap(lengths: tuple[int, ...]):
     given = problem(lengths, 8, 40 * GIB)
@@ -168,12 +153,6 @@ GIVEN, COSTS, OPTIONS = problem((9000, 8000, 3000, 2500), 3, 9 * GIB), pipeline(
 def fastest(given, costs, options) -> Decisions:
     """The fastest that the search finds, before local search, with whole backwards."""
     return search(Replicas((given,), costs, options)).best().whole_backwards[0]
-
-
-def test_equal_arguments_take_equal_steps():
-    start = fastest(GIVEN, COSTS, OPTIONS)
-    tables = start.tables(GIVEN, COSTS)
-    assert improve(start, tables, GIVEN, OPTIONS) == improve(start, tables, GIVEN, replace(OPTIONS))
 
 
 def test_steps_are_judged_with_weight_gradients_split_off_where_that_is_asked_for():

@@ -21,7 +21,6 @@ def chunkers_of(*batches, **more):
 
 
 def drawn(seed, replicas=4, multiple=1):
-    """Log-normal lengths."""
     draw = random.Random(seed)
 
     def length():

@@ -125,7 +125,6 @@ PAIRS = tuple(number // 2 for number in range(40))
 
 
 def chunks_of(made: Plan, loss_groups: tuple[int, ...], number: int) -> set[int]:
-    """Chunks with a part of a group."""
     return {c for c, chunk in enumerate(made.chunks) for s in chunk.segments if loss_groups[s.sequence] == number}
 
 

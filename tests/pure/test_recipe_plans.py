@@ -28,7 +28,6 @@ CLOSE = 1.02
 
 
 def advice_of(recipe: Path):
-    """The parsed command by which a recipe says that it was advised."""
     (command,) = re.findall(r"^#   megatron-epp (advise .*)$", recipe.read_text(), re.MULTILINE)
     return cli._parser().parse(shlex.split(command))
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost.memory import DYNAMIC, LOSS_BLOCK, MESSAGES, WORKING, Static
-from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.action import Op
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulation import simulate
-from megatron_epp.tools.report.gantt import Shades, gantt, item_colours, side_by_side, text_colour, tint
-from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
+from megatron_epp.tools.report.gantt import gantt, item_colours, side_by_side
+from tests.support.plan.report_plans import measured_run, sliced_plan, with_offload
 
 
 def bars(axis, label):
@@ -54,30 +54,6 @@ def test_a_run_is_drawn_below_the_plan_and_has_a_time_axis_of_its_own_where_it_i
     assert shares_axis or all("since the start" in axis.get_xlabel() for axis in (planned_axis, measured_axis, memory_axis))
 
 
-def test_times_by_formula_are_called_uncalibrated():
-    by_formula, measured = sliced_plan(), replace(sliced_plan(), costs="measured:cpu")
-    assert "not calibrated" in gantt(by_formula).axes[0].get_title(loc="left")
-    assert "not calibrated" not in gantt(measured).axes[0].get_title(loc="left")
-
-
-def test_the_legend_has_the_colours_of_the_boxes():
-    plan = sliced_plan(slices=2, batched=2)
-    (legend,) = gantt(plan).legends
-    shown = dict(zip([text.get_text() for text in legend.get_texts()], legend.get_patches(), strict=True))
-    assert list(shown)[:2] == ["forward, slice of a long sequence", "forward, whole sequences"]
-    _, colours = bars(gantt(plan).axes[0], "rank 0 compute")
-    drawn = {matplotlib.colors.to_hex(colour) for colour in colours}
-    assert matplotlib.colors.to_hex(shown["forward, slice of a long sequence"].get_facecolor()) in drawn
-    assert matplotlib.colors.to_hex(shown["forward, whole sequences"].get_facecolor()) in drawn
-
-
-def test_each_rank_has_a_curve_of_memory_that_the_legend_names():
-    few, many = gantt(sliced_plan(num_ranks=3)).axes[-1], gantt(sliced_plan(num_ranks=12)).axes[-1]
-    assert [text.get_text() for text in few.get_legend().get_texts()] == ["rank 0", "rank 1", "rank 2"]
-    assert len({line.get_color() for line in few.lines if line.get_label() != "_cap"}) == 3
-    assert [text.get_text() for text in many.get_legend().get_texts()] == ["rank 0", "rank 6", "rank 11"]
-
-
 def test_recompute_is_the_front_of_its_backward():
     plan = sliced_plan(recompute=2)
     axis = gantt(plan).axes[0]
@@ -89,17 +65,6 @@ def test_recompute_is_the_front_of_its_backward():
         strips[:, 1] - strips[:, 0], [plan.chunks[plan.ranks[0][i].action.chunk].num_tokens * 0.5e-3 for i in backwards]
     )
     assert {matplotlib.colors.to_hex(c).upper() for c in colours} == {operation(Op.R).colour}
-
-
-def test_operations_differ_in_hue_and_slices_are_darker_than_whole_sequences():
-    plan = sliced_plan(slices=2, batched=2)
-    shades = Shades(plan)
-    sliced, whole = Action(Op.F, 0, 0), Action(Op.F, 0, 2)
-    assert shades.colour(sliced) == operation(Op.F).colour
-    assert sum(bytes.fromhex(shades.colour(whole)[1:])) > sum(bytes.fromhex(shades.colour(sliced)[1:]))
-    assert shades.colour(Action(Op.B, 0, 0)) != shades.colour(sliced)
-    assert [text for _, text in shades.kinds()] == ["slice of a long sequence", "whole sequences"]
-    assert [text for _, text in Shades(sliced_plan(slices=2, batched=0)).kinds()] == ["slice of a long sequence"]
 
 
 SEEN = {
@@ -137,22 +102,6 @@ def test_items_of_memory_differ_in_colour_for_everybody(seen):
     assert apart[~np.eye(len(points), dtype=bool)].min() > 15
 
 
-def test_tint_mixes_with_white_and_text_stays_readable():
-    assert tint("#0072B2", 1.0) == "#0072B2"
-    assert tint("#0072B2", 0.0) == "#FFFFFF"
-    assert text_colour("#FFFFFF") == "black"
-    assert text_colour("#0072B2") == "white"
-
-
-def test_chunk_numbers_stand_in_boxes_that_are_wide_enough():
-    few, many = sliced_plan(slices=2, batched=2), sliced_plan(num_ranks=4, slices=40, batched=160)
-    labels = [text.get_text() for text in gantt(few).axes[0].texts]
-    assert sorted(labels) == sorted(str(step.action.chunk) for steps in few.ranks for step in steps)
-    assert len(gantt(many).axes[0].texts) < sum(len(steps) for steps in many.ranks) / 10
-    several = [text.get_text() for text in gantt(v_shaped_plan()).axes[0].texts]
-    assert several == ["0.0", "3.0", "1.0", "2.0"], "of several stages on a rank the stage stands there too"
-
-
 def test_memory_is_drawn_against_the_cap_which_is_told_instead_where_it_is_far_above():
     plan = sliced_plan(num_ranks=3)
     axis = gantt(plan).axes[-1]
@@ -179,9 +128,6 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
         gantt(sliced_plan())
 
 
-# ---- plans of one batch below each other -----------------------------------------------------------------------------
-
-
 def test_plans_stand_in_the_order_given_on_the_time_axis_of_the_longest():
     short, long = sliced_plan(recompute=0), sliced_plan(recompute=4)
     figure = side_by_side([("short", short), ("long", long)])
@@ -195,29 +141,3 @@ def test_plans_stand_in_the_order_given_on_the_time_axis_of_the_longest():
     without, recomputing = (axis.get_title(loc="left") for axis in figure.axes)
     assert "recompute" not in without
     assert "recompute 25.0%" in recomputing
-
-
-def test_pipelines_are_described_once_or_where_they_differ_in_every_title():
-    equal_stages = side_by_side([("one", sliced_plan()), ("two", sliced_plan())])
-    assert "2 stages on 2 ranks" in equal_stages.get_suptitle()
-    differing = side_by_side([("one", sliced_plan()), ("v", v_shaped_plan())])
-    assert "stages" not in differing.get_suptitle()
-    titles = [axis.get_title(loc="left") for axis in differing.axes]
-    assert [title.split(", ")[-1] for title in titles] == ["2 stages on 2 ranks", "4 stages on 2 ranks"]
-
-
-def test_the_legend_names_the_operations_of_all_plans():
-    figure = side_by_side([("one", sliced_plan(recompute=0)), ("two", sliced_plan(recompute=1)), ("v", v_shaped_plan())])
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert [name.partition(",")[0] for name in names[:4]] == ["forward", "forward", "backward", "backward"]
-    assert "recompute inside a backward" in names
-    alone = side_by_side([("one", sliced_plan(recompute=0))])
-    assert "recompute inside a backward" not in [text.get_text() for text in alone.legends[0].get_texts()]
-
-
-def test_the_time_axis_of_a_long_iteration_is_in_seconds():
-    figure = side_by_side([("long", sliced_plan(tokens=4_000_000))])
-    figure.canvas.draw()
-    assert figure.axes[-1].get_xlabel().startswith("s since")
-    last = figure.axes[-1].get_xticklabels()[-1]
-    assert float(last.get_text()) * 1e3 == pytest.approx(last.get_position()[0])

@@ -14,7 +14,7 @@ from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.measured import Event, Measured
 from megatron_epp.plan.operations import operations
 from megatron_epp.plan.plan import UNLIMITED_BYTES
-from megatron_epp.plan.plan_figures import bubble_fraction, main_items, recompute_in_backward, recompute_share
+from megatron_epp.plan.plan_figures import main_items, recompute_in_backward, recompute_share
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.trace import trace
@@ -35,7 +35,6 @@ OPS = [each.op for each in operations()]
 
 
 def data_of(text):
-    """Return the data that a browser reads from a page."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
@@ -160,9 +159,6 @@ def test_compare_and_memory_write_pages_and_pictures(tmp_path):
     assert len(shown["items"]["ranks"]) == 2
 
 
-# ---- memory by items, on a page and as a picture ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def breakdown():
     costs, asked = pipeline(2), problem((8192, 700, 300), 2, 64 << 30)
@@ -228,34 +224,18 @@ def test_recompute_is_a_share_of_compute_and_of_its_backward():
     assert recompute_in_backward(plan)[Action.parse("0B0")] == pytest.approx(0.25 / 2.25)
 
 
-def test_bubbles_of_the_ranks_average_to_the_plans():
-    plan = sliced_plan(num_ranks=4, batched=5)
-    shares = [bubble_fraction(plan, rank) for rank in range(4)]
-    assert sum(shares) / 4 == pytest.approx(plan.predicted.bubble_fraction)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (format_bytes(0), "0.00 B"),
-        (format_bytes(1536), "1.50 KiB"),
-        (format_bytes(80 * 2**30), "80.00 GiB"),
-        (format_cap(UNLIMITED_BYTES), "unlimited"),
-        (format_cap(80 * 2**30), "80.00 GiB"),
-        (format_us(812.5), "812.5 us"),
-        (format_us(12345.6), "12.35 ms"),
-        (format_us(3.21e6), "3.210 s"),
-        (clip("abcdef", 4), "abc…"),
-        (clip("abcd", 4), "abcd"),
-        (clip("abcdef", None), "abcdef"),
+        (format_bytes(0), "0.00 B"), (format_bytes(1536), "1.50 KiB"), (format_bytes(80 * 2**30), "80.00 GiB"),
+        (format_cap(UNLIMITED_BYTES), "unlimited"), (format_cap(80 * 2**30), "80.00 GiB"), (format_us(812.5), "812.5 us"),
+        (format_us(12345.6), "12.35 ms"), (format_us(3.21e6), "3.210 s"), (clip("abcdef", 4), "abc…"),
+        (clip("abcd", 4), "abcd"), (clip("abcdef", None), "abcdef"),
         (main_items({"few": 1, "most": 4, "least": 0, "some": 2}), "4.00 B most, 2.00 B some, 1.00 B few"),
     ],
-)
+)  # fmt: skip
 def test_numbers_read_well(text, expected):
     assert text == expected
-
-
-# ---- measured runs ---------------------------------------------------------------------------------------------------
 
 
 def test_a_measurement_survives_its_file_with_its_processor_times_where_there_are_some(tmp_path):
@@ -279,16 +259,6 @@ def test_makespan_and_bubble_of_a_run_are_those_of_its_events():
     assert measured.bubble_fraction == pytest.approx(1 - (30 + 60) / 200), "messages are not compute"
 
 
-def test_a_run_at_the_planned_speed_has_the_planned_bubble():
-    plan = sliced_plan(num_ranks=4)
-    measured, timeline = measured_run(plan, slowdown=1.0), simulate(plan)
-    assert measured.makespan_us == timeline.makespan_us
-    assert measured.bubble_fraction == pytest.approx(timeline.bubble_fraction)
-
-
-# ---- as near to the reference as Megatron's own, or near enough anyway -----------------------------------------------
-
-
 def test_twice_as_far_as_megatrons_own_or_the_floor_is_allowed_and_no_more():
     near = deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0079], floor=1e-6)
     assert near.theirs == pytest.approx(1e-3)
@@ -302,15 +272,11 @@ def test_twice_as_far_as_megatrons_own_or_the_floor_is_allowed_and_no_more():
     assert not found.holds
 
 
-# ---- Chrome traces ---------------------------------------------------------------------------------------------------
-
-
 def events(made, phase):
     return [event for event in made["traceEvents"] if event["ph"] == phase]
 
 
 def threads(made):
-    """Names of the threads by (pid, tid)."""
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in events(made, "M") if e["name"] == "thread_name"}
 
 
@@ -350,11 +316,6 @@ def test_every_message_between_ranks_is_one_arrow_from_its_producer_to_its_consu
         for event in pair.values():
             inside = [b for b in boxes if b[:2] == (event["pid"], event["tid"]) and b[2] <= event["ts"] < b[3]]
             assert len(inside) == 1, "an arrow without a box at either end is not drawn"
-
-
-def test_there_is_no_arrow_between_stages_on_one_rank():
-    made = trace(v_shaped_plan())
-    assert [(s["pid"], f["pid"]) for s, f in zip(events(made, "s"), events(made, "f"), strict=True)] == [(1, 0), (0, 1)]
 
 
 def test_a_run_lies_beside_the_plan_in_the_same_process():

@@ -1,13 +1,11 @@
-"""Scripts: faults and mutants that can be made, where packages are looked for, state that functions keep."""
+"""Scripts: faults and mutants that can be made, and where packages are looked for."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from scripts.faults import FAULTS, Fault
-from scripts.megatron_state.state import states
-from scripts.mutants import PACKAGE, ROOT, Result, Results, drawn, own_tests, packages, recorded
+from scripts.mutants import PACKAGE, ROOT, drawn, own_tests, packages
 from scripts.pip_settings import arguments
 
 
@@ -36,13 +34,6 @@ def test_more_mutants_are_the_same_ones_and_others_and_another_seed_draws_others
         assert mutant.applied(source) != source
 
 
-def test_the_share_leaves_out_what_no_test_can_notice():
-    results = Results(0, (Result("a", "tests/a.py::test"), Result("b"), Result("c", equivalent="a matter of looks")))
-    assert (results.killed, results.counted, results.share) == (1, 2, 0.5)
-    for kept in recorded().values():
-        assert not any(result.noticed_by and result.equivalent for result in kept.mutants)
-
-
 @pytest.mark.parametrize(
     ("listed", "wanted"),
     [
@@ -55,80 +46,3 @@ def test_the_share_leaves_out_what_no_test_can_notice():
 )
 def test_places_of_packages_become_arguments_of_uv_and_other_settings_are_left_out(listed: list[str], wanted: str):
     assert list(arguments(listed)) == wanted.split()
-
-
-# ---- state of Megatron's functions; that all is found is seen in its releases: tests/mcore/test_megatron_state.py ----
-
-
-KEPT = """
-_COUNT = 0
-_QUEUE = []
-_SWITCH = False
-
-
-class Tracker:
-    scale = None
-    names = []
-
-    def note(self):
-        self.names.append("x")
-
-    @classmethod
-    def set_scale(cls, value):
-        cls.scale = value
-
-
-class Plain:
-    names = []
-
-    def __init__(self):
-        self.names = []
-
-    def note(self):
-        self.names.append("x")
-
-
-def count():
-    global _COUNT
-    _COUNT += 1
-
-
-def local(_QUEUE):
-    _COUNT = 1
-    _QUEUE.append(_COUNT)
-"""
-REACHED = """
-from megatron.core import kept as other
-from . import kept
-
-
-def forward(x):
-    setattr(kept, "_SWITCH", True)
-    other.Tracker.names.append(x)
-    made = other.Tracker()
-    made.calls = 3
-    x.add_(1)
-"""
-
-
-def test_changes_are_told_with_their_functions_and_lines_in_each_release(tmp_path: Path) -> None:
-    releases = {"1": KEPT, "2": "\n" + KEPT.replace("_COUNT", "_NUMBER")}
-    for release, kept in releases.items():
-        folder = tmp_path / release / "megatron" / "core"
-        (folder / "inference").mkdir(parents=True)
-        (folder / "kept.py").write_text(kept)
-        (folder / "reached.py").write_text(REACHED)
-        (folder / "inference" / "left_out.py").write_text("_KEPT = []\n\n\ndef keep(x):\n    _KEPT.append(x)\n")
-    found = {state.name: state for state in states({name: tmp_path / name for name in releases}, ("core/inference",))}
-    assert {name: state.changed_by for name, state in found.items()} == {
-        "core.kept:Tracker.names": ("Tracker.note", "forward"),
-        "core.kept:Tracker.scale": ("Tracker.set_scale",),
-        "core.kept:_COUNT": ("count",),
-        "core.kept:_NUMBER": ("count",),
-        "core.kept:_SWITCH": ("forward",),
-    }
-    assert found["core.kept:_COUNT"].lines.keys() == {"1"}
-    (first,), (second,) = (found["core.kept:Tracker.scale"].lines[release] for release in releases)
-    assert first[0] == second[0] == "core/kept.py"
-    assert KEPT.splitlines()[first[1] - 1].strip() == "cls.scale = value"
-    assert second[1] == first[1] + 1

@@ -71,7 +71,6 @@ def files() -> list[Path]:
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Return all nodes of a file's code."""
     return [*ast.walk(ast.parse(path.read_text()))]
 
 
@@ -222,7 +221,6 @@ DOTTED = re.compile(r"(?<!`)`((?!\w+\.py`)[a-z_]\w*(?:\.\w+)+)`(?!`)")
 
 @cache
 def names_in(path: Path) -> set[str]:
-    """Return the names in a file's code."""
     keys = ("id", "attr", "arg", "name", "asname")
     return {name for node in nodes(path) for key in keys if (name := getattr(node, key, None))}
 

@@ -47,7 +47,6 @@ def documents(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder to submit from, with scripts/ in it."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "scripts").symlink_to(REPOSITORY / "scripts")
     return folder
@@ -65,7 +64,6 @@ def losses(text: str) -> dict[int, str]:
 
 
 def children_with(word: str, job: str) -> list[int]:
-    """Processes of a job whose command line has a word."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

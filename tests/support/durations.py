@@ -44,23 +44,19 @@ class Duration:
 
 @cache
 def recorded() -> dict[str, Duration]:
-    """Return durations by file, relative to `tests`."""
     return {name: Duration(**kept) for name, kept in json.loads(RECORDED.read_text()).items()} if RECORDED.exists() else {}
 
 
 def name_of(path: Path) -> str:
-    """Return a test file's name in the record."""
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else path.name
 
 
 def seconds_of(path: Path) -> float:
-    """Return how long a file takes."""
     kept = recorded().get(name_of(path))
     return UNKNOWN_S if kept is None else kept.seconds
 
 
 def is_fast(path: Path, test: str | None = None) -> bool:
-    """Whether a file has fast tests, or whether a test of it, named without parameters, is one."""
     kept = recorded().get(name_of(path))
     return kept is None or (kept.fast_tests_exist and test not in kept.long_tests)
 

@@ -132,7 +132,6 @@ class _File:
         return False
 
     def end(self) -> None:
-        """End the process, whatever it does, and what it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)

@@ -43,7 +43,6 @@ the queue, every 2 seconds instead of every minute."""
 
 
 def missing() -> list[str]:
-    """The programs that are not installed."""
     return [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
 
 
@@ -65,7 +64,6 @@ class Cluster:
         self._stack.close()
 
     def run(self, *command: object, **env: str) -> str:
-        """Output of a SLURM command."""
         done = subprocess.run(
             [*map(str, command)], env=self.env | env, capture_output=True, text=True, timeout=300, check=False
         )
@@ -73,7 +71,6 @@ class Cluster:
         return done.stdout
 
     def state(self, job: str) -> str:
-        """``RUNNING``, ``PENDING``, ``COMPLETED``, ..."""
         words = dict(word.split("=", 1) for word in self.run("scontrol", "show", "job", "-o", job).split() if "=" in word)
         return words["JobState"]
 

@@ -43,7 +43,6 @@ def json_damage(*, finish: Callable[[Any], str] = json.dumps, optional: Sequence
 
 
 def lines_damage(content: bytes, draw: random.Random) -> bytes:
-    """Damage one line of JSONL."""
     lines = content.splitlines(keepends=True)
     number = draw.choice([at for at, line in enumerate(lines) if line.strip()])
     lines[number] = json_damage()(lines[number], draw) + b"\n" * (draw.random() < 0.95)
@@ -114,7 +113,6 @@ def index_fields(content: bytes) -> list[tuple[int, int]]:
 
 
 def byte_fields(content: bytes) -> list[tuple[int, int]]:
-    """Return the start and the size of every byte of a file."""
     return [(start, 1) for start in range(len(content))]
 
 
@@ -162,7 +160,6 @@ def _near(value: Any, draw: random.Random) -> Any:
 
 
 def _addresses(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the container and the key of every value inside a document."""
     for key, one in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield value, key
         yield from _addresses(one)

@@ -55,14 +55,10 @@ NUM_TOKENS = int(LENGTHS.sum())
 RECORD = TokenRecord(Tokenizer("NullTokenizer", "bytes", 257, 256, None), "--vocab-size 257", 4, NUM_TOKENS, 256)
 BATCH = ("--lengths", "300,200", "--stages", "2")
 OPTIONAL = {
-    "kv_offload": [[0, 0]],
-    "host_links": [0, 0],
-    "host_cap_bytes": [10**12, 10**12],
-    "message_bytes": [0, 0],
-    "half_layers": [4, 4],
-    "loss_groups": [[0, 1]],
+    "kv_offload": [[0, 0]], "host_links": [0, 0], "host_cap_bytes": [10**12, 10**12], "message_bytes": [0, 0],
+    "half_layers": [4, 4], "loss_groups": [[0, 1]],
     "context_groups": {"num_ranks": 1, "of_chunk": [[[0, 1, [0]]]], "rank_tokens": [1]},
-}
+}  # fmt: skip
 """Fields that a plan may have, which need not go with its others."""
 ALL = r"line \d|row \d|column \d|position \d|char \d|bytes|is empty|larger than|nested|schema|version"
 """Pattern of where a fault is in any text, or of what is wrong with a file as a whole."""
@@ -74,7 +70,6 @@ def named(*names: str) -> str:
 
 
 def keys(*documents: object) -> set[str]:
-    """Return all keys of documents and of what is in them."""
     found: set[str] = set()
     for one in documents:
         inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
@@ -94,12 +89,10 @@ def plans() -> Sequence[bytes]:
 
 
 def sound(kind: str) -> Callable[[], Sequence[bytes]]:
-    """Return a function that makes the documents of a kind."""
     return lambda: (json.dumps(SOUND[kind]).encode(),)
 
 
 def layout() -> bytes:
-    """Return the content of a layout file."""
     return Layout((3, 5), Placement("looped", 2, 1), shards_vocabulary=True).to_json().encode()
 
 
@@ -111,12 +104,10 @@ def index(item_bytes: int = 2) -> bytes:
 
 
 def mask() -> bytes:
-    """Return a mask of as many tokens as the index has."""
     return bytes(number % 3 == 0 for number in range(NUM_TOKENS))
 
 
 def record() -> bytes:
-    """Return the content of a token record."""
     return json.dumps({"schema": "megatron-epp/tokenizer", "version": 1, **asdict(RECORD)}).encode()
 
 
@@ -258,4 +249,4 @@ FORMATS: dict[str, Format] = {
         ALL,
     ),
 }
-"""Formats by the names that the command line of the campaign takes."""
+"""Formats by their names, which mutants depend on."""

@@ -68,17 +68,14 @@ epp: {slices: 2}
 
 
 def tokens() -> bytes:
-    """Return tokens of two bytes each, all in the vocabulary."""
     return (np.arange(NUM_TOKENS) % 257).astype(np.uint16).tobytes()
 
 
 def learnt_costs() -> bytes:
-    """Return the costs that a run has learnt."""
     return json.dumps(to_state([KeptCosts(HERE, LEARNT_WITH)])).encode()
 
 
 def kept_layout() -> bytes:
-    """Return the layout that a run keeps."""
     body = {key: value for key, value in json.loads(formats.layout()).items() if key != "vocabulary"}
     return json.dumps(body | {"chosen_with": LAYOUT_FLAGS}).encode()
 
@@ -92,7 +89,6 @@ ROWS = r"given\.|no documents|no message is"
 
 @cache
 def parquet() -> tuple[bytes, ...]:
-    """Return the conversations as a table."""
     sink = io.BytesIO()
     rows = [json.loads(line) for line in CHATS.splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
@@ -107,7 +103,6 @@ def alone() -> None:
 
 @cache
 def encoder() -> Encoder:
-    """Return the encoder of a byte-level tokenizer with a chat template."""
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {text: number for number, text in enumerate(["<|im_start|>", "<|im_end|>", *sorted(alphabet)])}
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
@@ -280,4 +275,4 @@ FORMATS: dict[str, Format] = {
         "given.yaml", lambda: (YAML_CFG,), text_damage, {"defaults": _yaml_cfg}, rf"{ALL}|\w+:|--\w|\w+ is|name: value|section"
     ),
 }
-"""Formats by the names that the command line of the campaign takes."""
+"""Formats by their names, which mutants depend on."""

@@ -44,7 +44,6 @@ class Adapted(nn.Module):
 
 
 def adapt(layer: Any) -> None:
-    """Freeze a transformer layer, and put adapters beside all of its matrices."""
     layer.requires_grad_(False)
     for part in (layer.self_attention, layer.mlp):
         for name, module in list(part.named_children()):
@@ -81,8 +80,6 @@ def freeze(model: Any, part: str) -> None:
 
 
 class _Layer(TransformerLayer):
-    """Layer of a model of which a part trains."""
-
     part: str
 
 

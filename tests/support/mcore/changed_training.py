@@ -48,7 +48,6 @@ MODULES_OF_DIAGNOSTICS = tuple(
 
 
 def with_forward_step(change):
-    """A script whose forward step is `change(stock, data_iterator, model)`."""
     from megatron_epp.mcore.model import gpt
 
     stock = gpt.forward_step
@@ -117,7 +116,6 @@ def rerun() -> Iterator[None]:
 
 
 def gathered():
-    """The model gathers its logits over tensor-parallel ranks."""
     from megatron.core.models.gpt import GPTModel
 
     build = GPTModel.__init__

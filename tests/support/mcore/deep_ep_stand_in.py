@@ -200,7 +200,6 @@ class EventOverlap:
 
 
 def _gathered(x, group):
-    """Return every rank's tensor, ``[ranks, ...]``."""
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.stack(parts)
@@ -213,7 +212,6 @@ def _assert_equal(value, group):
 
 
 def install():
-    """Have Megatron find these classes."""
     package, utils = (ModuleType(name) for name in _MODULES)
     package.__spec__ = ModuleSpec("deep_ep", None)
     package.Buffer, package.HybridEPBuffer = Buffer, HybridEPBuffer

@@ -9,11 +9,9 @@ FOLDER = "FIGURES_TO"
 
 
 def record_figures(figures: dict[str, Any]) -> None:
-    """Hand figures to the test that launched this process."""
     with Path(os.environ[FOLDER], f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps(figures) + "\n")
 
 
 def recorded(folder: Path) -> tuple[dict[str, Any], ...]:
-    """Figures of all processes of a run, each process's in their order."""
     return tuple(json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines())

@@ -77,7 +77,6 @@ def chunk_gated_delta_rule(
 
 
 def _sequences(cu_seqlens, *tensors, dim=1):
-    """Yield for every tensor its parts, one of each packed sequence."""
     for x in tensors:
         ends = [0, x.shape[dim]] if cu_seqlens is None else cu_seqlens.tolist()
         yield [x.narrow(dim, start, end - start) for start, end in pairwise(ends) if start < end]

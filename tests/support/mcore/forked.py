@@ -61,7 +61,6 @@ def job(
 
 
 def command(name: str, given: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the worker's command, without the interpreter, for a job and its arguments."""
     module, _, function = name.partition(":")
     job = f"tests.support.mcore.jobs.{module}:{function or 'run'}"
     return "-m", worker.MODULE, job, json.dumps(given, default=str)

@@ -1,14 +1,10 @@
 """Interrupt trainings at random moments, go on from their checkpoints, and compare every loss: a trial for each seed.
 
-    python -m tests.support.mcore.interruptions 0 30 --log interruptions.jsonl
-
 A trial draws the number of ranks, what happens, to which process, and when: after
 some iteration, or inside a save. The run has to end by itself, and leave no process and no temporary file; a run whose planning
 process ends goes on. Then it is resumed, and its losses have to be those of a run that nothing has happened to, to the bit.
-Seeds of which the log has a line are not tried again.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -16,16 +12,14 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from megatron_epp.plan.writing import append_line
 from tests.support.mcore import leftovers
 from tests.support.mcore.launch import ENVIRONMENT, TINY
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -67,7 +61,6 @@ class Trial:
 
 
 def trial_of(seed: int) -> Trial:
-    """Draw a trial."""
     draw = random.Random(seed)
     ranks = draw.choice((2, 4))
     iteration, in_save = draw.randint(1, ITERATIONS - 10), draw.random() < 0.4
@@ -112,7 +105,6 @@ class Starter:
         return [process for process in leftovers.alive(self._folder) if process.pid not in self._before]
 
     def ranks(self) -> list[psutil.Process]:
-        """Ranks of the training, in the order of their start."""
         return sorted(psutil.Process(self.launcher.pid).children(), key=lambda process: process.pid)
 
     def left(self) -> list[str]:
@@ -139,7 +131,6 @@ def losses(report: Path) -> dict[int, float]:
 
 
 def wait_until(happened: Callable[[], object], what: str) -> None:
-    """Raise `AssertionError` if something has not happened in time."""
     end_s = time.monotonic() + LIMIT_S
     while not happened():
         assert time.monotonic() < end_s, what
@@ -147,7 +138,6 @@ def wait_until(happened: Callable[[], object], what: str) -> None:
 
 
 def interrupt(starter: Starter, trial: Trial) -> None:
-    """Do to a running training what a trial says."""
     ranks = starter.ranks()
     assert len(ranks) == trial.ranks, ranks
     rank = ranks[trial.victim]
@@ -189,9 +179,7 @@ def outcome(trial: Trial, starter: Starter, folder: Path, data: str, whole: dict
         yield f"it ended before anything happened: {log.read_text()[-3000:]}"
         return
     interrupt(starter, trial)
-    start_s = time.monotonic()
     code = running.result()
-    print(f"  exit code {code} after {time.monotonic() - start_s:.1f} s, iteration {max(losses(folder / 'first'))}", flush=True)
     if code is None:
         yield f"it did not end: {log.read_text()[-3000:]}"
     if (code == 0) != (trial.happening == "planner killed"):
@@ -212,37 +200,22 @@ def outcome(trial: Trial, starter: Starter, folder: Path, data: str, whole: dict
         yield "it did not get to its end"
 
 
-def main() -> int:
-    """Run the command. The exit code is 1 if there were faults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int, help="first seed that is not tried")
-    parser.add_argument("--log", type=Path, help="file of the trials that are done (default: none)")
-    args = parser.parse_args()
-    lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
-    done = {line["seed"]: line for line in map(json.loads, lines)}
-    num_faults = sum(len(line["faults"]) for line in done.values())
-    with tempfile.TemporaryDirectory() as top, tempfile.TemporaryDirectory() as short:
-        data = write_pair(Path(top, "text"), documents_of(long_tailed_lengths(64, longest=33), vocab_size=127))
-        starter, whole = Starter(Path(short)), {}
-        for seed in (seed for seed in range(args.first, args.last) if seed not in done):
-            trial, folder = trial_of(seed), Path(top, str(seed))
-            folder.mkdir()
-            if trial.ranks not in whole:
-                report = Path(top, f"whole-{trial.ranks}")
-                arguments = [*FLAGS, *PARALLEL[trial.ranks], "--data-path", data, "--epp-report-dir", report]
-                starter.start(Trial(trial.ranks, False, "", 0, 0, False, 0.0), folder / "whole", arguments).result()
-                whole[trial.ranks] = losses(report)
-                assert len(set(whole[trial.ranks].values())) == ITERATIONS, (folder / "whole").read_text()[-3000:]
-            print(f"seed {seed}: {trial}", flush=True)
-            faults = list(outcome(trial, starter, folder, data, whole[trial.ranks]))
-            num_faults += len(faults)
-            print("".join(f"  FAULT {fault}\n" for fault in faults) or "  sound", flush=True)
-            if args.log:
-                append_line(args.log, json.dumps({"seed": seed, **asdict(trial), "faults": faults}))
-    print(f"{args.last - args.first} trials, {num_faults} faults")
-    return int(num_faults > 0)
+def faults_of_trials(seeds: range, top: Path, short: Path) -> Iterator[str]:
+    """Yield what is wrong with trials.
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Args:
+        top: an empty folder.
+        short: another, as a `Starter` takes it.
+    """
+    data = write_pair(top / "text", documents_of(long_tailed_lengths(64, longest=33), vocab_size=127))
+    starter, whole = Starter(short), dict[int, dict[int, float]]()
+    for seed in seeds:
+        trial, folder = trial_of(seed), top / str(seed)
+        folder.mkdir()
+        if trial.ranks not in whole:
+            report = top / f"whole-{trial.ranks}"
+            arguments = [*FLAGS, *PARALLEL[trial.ranks], "--data-path", data, "--epp-report-dir", report]
+            starter.start(Trial(trial.ranks, False, "", 0, 0, False, 0.0), folder / "whole", arguments).result()
+            whole[trial.ranks] = losses(report)
+            assert len(set(whole[trial.ranks].values())) == ITERATIONS, (folder / "whole").read_text()[-3000:]
+        yield from (f"{trial}: {fault}" for fault in outcome(trial, starter, folder, data, whole[trial.ranks]))

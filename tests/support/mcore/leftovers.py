@@ -6,7 +6,6 @@ import psutil
 
 
 def alive(folder: Path) -> list[psutil.Process]:
-    """Return the processes of a run that have not ended."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -18,5 +17,4 @@ def alive(folder: Path) -> list[psutil.Process]:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return temporary files of multiprocessing and of this package."""
     return [path for pattern in ("pymp-*", "epp-*") for path in folder.glob(pattern)]

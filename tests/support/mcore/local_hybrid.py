@@ -53,7 +53,6 @@ def mamba_layer(mixer):
 
 
 def with_layers(spec, **layers):
-    """Return a stack's spec with other layers of these kinds."""
     return ModuleSpec(module=spec.module, submodules=replace(spec.submodules, **layers))
 
 

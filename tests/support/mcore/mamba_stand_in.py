@@ -73,8 +73,6 @@ def mamba_split_conv1d_scan_combined(
 
 
 class RMSNorm(torch.nn.Module):
-    """Norm of groups of channels."""
-
     def __init__(self, hidden_size, eps=1e-5, group_size=None, norm_before_gate=True, device=None, dtype=None):
         super().__init__()
         self.weight, self.bias = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype)), None
@@ -102,7 +100,6 @@ def _repeat(x, pattern, g, n, r):
 
 
 def install():
-    """Have Megatron find these functions by their names."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
     ssm = "mamba_ssm.ops.triton"

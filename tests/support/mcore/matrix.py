@@ -61,11 +61,9 @@ class Row:
 
     @property
     def num_processes(self) -> int:
-        """Ranks of the run with plans."""
         return self.case.cell.num_processes
 
     def common(self, documents: Path) -> tuple[str, ...]:
-        """Return the flags of both runs."""
         flags = common_flags(self.iterations, CONTEXT, self.batch, validates=True)
         return (*flags, "--data-path", DOCUMENTS[self.documents](documents / self.documents.replace(" ", "-")))
 
@@ -87,7 +85,6 @@ def cell_of(text: str) -> Cell:
 
 
 def case(cell: str, plan: str, model: str = "llama", **more: Any) -> Case:
-    """Return a case of a layout, as `cell_of` reads it."""
     return Case(cell_of(cell), model, plan, **more)
 
 
@@ -129,7 +126,6 @@ class Matrix:
         row.check(figures, self.folder(row))
 
     def folder(self, row: Row) -> Path:
-        """Return a folder for the files of a row."""
         return self._folder / row.name.replace("/", " ").replace(" ", "_")
 
     def _figures(self, row: Row) -> Figures:
@@ -168,11 +164,7 @@ def train(num_processes: int, flags: Iterable[str], checkpoint: Path | None = No
     return worker.call(num_processes, recorded, limit_s=limit_s, flags=[*flags], checkpoint=saved)
 
 
-# ---- documents -------------------------------------------------------------------------------------------------------
-
-
 def batches_of(size: int, count: int) -> list[tuple[int, ...]]:
-    """Return the documents of a run's first batches."""
     sampler = GlobalBatchSampler(NUM_TRAINING, size, seed=SEED)
     return [next(sampler) for _ in range(count)]
 

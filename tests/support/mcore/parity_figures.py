@@ -18,7 +18,6 @@ SMALL_BATCH = 4
 
 
 def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
-    """Figures that the script reports."""
     finished = launch(1, "-m", "scripts.parity", *flags, "--json", timeout_s=timeout_s)
     last = finished.output.splitlines()[-1]
     assert last.startswith("{"), finished.output[-5000:]

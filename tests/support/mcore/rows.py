@@ -36,12 +36,10 @@ OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-
 
 
 def plans_of(figures: Figures) -> list[dict[str, Any]]:
-    """Return the summaries of the plans of all replicas."""
     return [plan for replica in figures["plans"] for plan in replica]
 
 
 def kinds_of(figures: Figures) -> set[str]:
-    """Return the kinds of chunks in any plan."""
     return {kind for plan in plans_of(figures) for kind in plan["kinds"]}
 
 

@@ -17,7 +17,6 @@ from tests.support.mcore import recorded_training
 
 
 def conversations(num_samples, vp_stage=None):
-    """Megatron's datasets of `--sft`."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer

@@ -49,7 +49,6 @@ class PlainAttention(MegatronModule):
 
 
 def _positions(count, rank, ranks):
-    """Positions of a rank's tokens in the sequence."""
     half = count // 2
     front, back = rank * half, (2 * ranks - 1 - rank) * half
     return torch.cat([torch.arange(front, front + half), torch.arange(back, back + half)]) if ranks > 1 else torch.arange(count)
@@ -94,7 +93,6 @@ def has_stand_in(flags):
 
 
 def _hybrid():
-    """Return a spec of attention, MLP, state-space and expert layers."""
     spec = local_hybrid.stack_spec
     attention = spec.submodules.attention_layer.submodules.self_attention
     plain = replace(attention, submodules=replace(attention.submodules, core_attention=PlainAttention))

@@ -11,7 +11,6 @@ def long_tailed_lengths(count, longest, seed=0):
 
 
 def documents_of(lengths, seed=0, vocab_size=257):
-    """Random tokens, one array per length."""
     random = np.random.RandomState(seed)
     return [random.randint(0, vocab_size, size=length) for length in lengths]
 

@@ -93,7 +93,6 @@ def reversed_orders() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _told() -> Iterator[list[str]]:
-    """Yield the list of messages that this package logs meanwhile."""
     lines: list[str] = []
     logger, handler = logging.getLogger("megatron_epp"), logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

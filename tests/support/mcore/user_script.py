@@ -41,7 +41,6 @@ def core_gpt_dataset_config_from_args(args):
 
 
 def train_valid_test_datasets_provider(num_samples, vp_stage=None):
-    """Datasets for training, validation and test."""
     config = core_gpt_dataset_config_from_args(get_args())
     return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, is_dataset_built_on_rank, config).build()
 
@@ -52,7 +51,6 @@ def get_batch(data_iterator):
 
 
 def loss_func(mask, losses):
-    """The sum of the losses of unmasked tokens."""
     total, tokens = torch.sum(losses.view(-1) * mask.view(-1)), mask.sum()
     return total, tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), tokens])}
 

@@ -63,7 +63,6 @@ def call(num_processes: int, function: str, *, limit_s: float = 300, fresh: bool
 
 
 def end() -> None:
-    """End the world, if there is one."""
     global _world
     world, _world = _world, None
     if world is not None:
@@ -126,14 +125,10 @@ class _World:
         return self._log.read_bytes()[start:].decode(errors="replace")[-5000:]
 
     def close(self) -> None:
-        """End the ranks."""
         for rank in self._ranks:
             rank.close()
         self._job.join()
         self._folder.cleanup()
-
-
-# ---- in a rank -------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> None:

@@ -52,7 +52,6 @@ def written(path: Path, content: str | bytes) -> str:
 
 
 def exit_code(argv: list[str]) -> int:
-    """Exit code of a command, argparse's own included."""
     try:
         return main(argv)
     except SystemExit as end:

@@ -1,20 +1,9 @@
-"""Plan random problems of every kind, and judge each plan: resumable, a range of seeds at a time.
+"""Judgement of plans of random problems: checked, simulated a second time, run on machines with hardware queues.
 
-    python -m tests.support.plan.campaign 0 10000 --log campaign.jsonl
-
-Each plan is checked, simulated by a second simulator, run on machines with hardware queues, and made again in a process with
-another hash seed, which has to give the same digest. A cap that a refusal names has to do. A tenth more memory may
-make no plan of the default planner slower by more than 1 %. Seeds of which the log has a line are not tried again.
+A cap that a refusal names has to do. A tenth more memory may make no plan of the default planner slower by more than 1 %.
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import EppError, InfeasibleError, Op, Plan, Recompute
@@ -26,14 +15,12 @@ from megatron_epp.plan.proof.lockstep import check_lockstep
 from megatron_epp.plan.serialize import from_json, to_json
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.spans import parted
-from megatron_epp.plan.writing import append_line
 from megatron_epp.planner import Options
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from tests.support.plan import second_simulator
-from tests.support.plan.campaign_cases import Case, case_of, exact_case_of, planned, plans_of, with_caps
+from tests.support.plan.campaign_cases import Case, planned, plans_of, with_caps
 from tests.support.plan.queue_machine import stuck_together
 
-STEP = 100
 MACHINES = ((1, 0.0), (1, 0.1), (8, 0.1), (32, 0.0))
 """Hardware queues, and how likely a host waits for its device before a launch."""
 KNOWN = {Op.F, Op.B, Op.W, Op.O, Op.L, Op.S, Op.N, Op.T}
@@ -137,91 +124,12 @@ def is_slower_with_more(case: Case, plan: Plan) -> bool:
     return planned(more).predicted.makespan_us > SLOWER * plan.predicted.makespan_us
 
 
-def judged(case: Case, seed: int) -> tuple[str, str, list[str]]:
-    """Return what became of a seed's case ("planned" or "refused"), the digest or the message, and the faults."""
+def judged(case: Case, seed: int) -> tuple[bool, list[str]]:
     try:
         plans = plans_of(case)
     except EppError as error:
-        return "refused", str(error), list(faults_of_refusal(case, error))
+        return False, list(faults_of_refusal(case, error))
     faults = [*faults_of(plans, seed), *faults_of_answer(case, plans)]
     if is_slower_with_more(case, plans[0]):
         faults.append("more memory makes it slower")
-    return "planned", json.loads(to_json(plans[0]))["digest"], faults
-
-
-def digests(first: int, last: int) -> Iterator[str]:
-    """Yield the digest of every plan, or the message of its refusal."""
-    for seed in range(first, last):
-        try:
-            yield json.loads(to_json(planned(case_of(seed))))["digest"]
-        except EppError as error:
-            yield str(error)
-
-
-def run(first: int, last: int) -> Counter[str]:
-    """Judge a range of seeds and compare with another process; print every fault."""
-    environment = os.environ | {"PYTHONHASHSEED": str(first + 1)}
-    again = subprocess.Popen(
-        [sys.executable, "-m", __spec__.name, str(first), str(last), "--digests"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    found, mine = run_cases({seed: case_of(seed) for seed in range(first, last)})
-    theirs = json.loads(again.communicate()[0] or "[]")
-    for seed, (one, other) in enumerate(zip(mine, theirs, strict=False), first):
-        if one != other:
-            found["faults"] += 1
-            print(f"seed {seed}: another process has {other[:80]} in place of {one[:80]}", flush=True)
-    return found
-
-
-def run_exact(first: int, last: int) -> Counter[str]:
-    """Judge plans of the exact planner for the small cases of a range of seeds; print every fault."""
-    cases = {seed: case for seed in range(first, last) if (case := exact_case_of(seed)) is not None}
-    return run_cases(cases)[0]
-
-
-def run_cases(cases: Mapping[int, Case]) -> tuple[Counter[str], list[str]]:
-    """Judge the cases of seeds and print every fault. Return counts, and the digest or message of every case."""
-    found, texts = Counter[str](tried=len(cases)), []
-    for seed, case in cases.items():
-        try:
-            kind, said, faults = judged(case, seed)
-        except Exception as error:  # whatever it is, it is a fault
-            kind, said, faults = "failed", "", [f"{type(error).__name__}: {error}"]
-        texts.append(said)
-        found[kind] += 1
-        found["faults"] += len(faults)
-        for fault in faults:
-            print(f"seed {seed}: {fault}", flush=True)
-    return found, texts
-
-
-def main() -> int:
-    """Run the command. The exit code is 1 if there were faults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int, help="first seed that is not tried")
-    parser.add_argument("--log", type=Path, help="file of the ranges that are done (default: none)")
-    parser.add_argument("--exact", action="store_true", help="plan the small cases, with the exact planner")
-    parser.add_argument("--digests", action="store_true", help="print digests alone, for the comparison of processes")
-    args = parser.parse_args()
-    if args.digests:
-        print(json.dumps(list(digests(args.first, args.last))))
-        return 0
-    lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
-    done = {(line["first"], line["last"]): line for line in map(json.loads, lines)}
-    total, run_range = Counter[str](), run_exact if args.exact else run
-    for first in range(args.first, args.last, STEP):
-        last = min(first + STEP, args.last)
-        line = done.get((first, last)) or {"first": first, "last": last, **run_range(first, last)}
-        if args.log and (first, last) not in done:
-            append_line(args.log, json.dumps(line))
-        total += Counter({name: number for name, number in line.items() if name not in ("first", "last")})
-        print(", ".join(f"{total[name]:,} {name}" for name in ("tried", "planned", "refused", "faults")), flush=True)
-    return int(total["faults"] > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return True, faults

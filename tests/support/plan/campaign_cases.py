@@ -109,7 +109,6 @@ def _like(draw: random.Random, lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _groups_of(draw: random.Random, sequences: int) -> tuple[int, ...]:
-    """Groups of up to four."""
     groups: list[int] = []
     while len(groups) < sequences:
         groups += [len(groups)] * draw.randint(1, 4)

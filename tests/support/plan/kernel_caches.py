@@ -6,8 +6,8 @@ Plans of attention are kept for the thread that asks, so a forward that is recom
 and for the number of heads of a call.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 import numpy as np
@@ -35,106 +35,32 @@ def _token_bucket(count: int) -> int:
     return 1024 if power <= 10 else 2**power if power <= 15 else -(-count // 32768) * 32768
 
 
-Key = tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Library:
-    """Attention library: the keys of its plans, and the sizes with which it is called here.
-
-    Attributes:
-        name: for the table.
-        forward, backward: key of a call of some size; None if it builds nothing.
-        padded: sizes of the call once its shape is in a class.
-    """
+    """Attention library: the keys of its plans for a call's forward and backward."""
 
     name: str
-    forward: Callable[[CallSize], Key | None]
-    backward: Callable[[CallSize], Key | None]
-    padded: Callable[[CallSize], CallSize]
+    forward: Callable[[CallSize], object]
+    backward: Callable[[CallSize], object]
 
 
-def _in_class(size: CallSize) -> CallSize:
+def in_class(size: CallSize) -> CallSize:
+    """Return the size with which a library is called: its segments are those of its class."""
     return size._replace(segments=size.shape_class.segments)
 
 
-def _bucketed(size: CallSize) -> Key:
+def _bucketed(size: CallSize) -> object:
     return _batch_bucket(size.segments), _token_bucket(size.queries), _token_bucket(size.keys)
 
 
-def _exact_segments(size: CallSize) -> Key:
+def _exact_segments(size: CallSize) -> object:
     return size.segments, _token_bucket(size.queries), _token_bucket(size.keys)
 
 
-def _nothing(size: CallSize) -> None:
-    """Return no key: nothing is built."""
-
-
 LIBRARIES = (
-    Library("cuDNN from 9.24, Transformer Engine from 2.18", _exact_segments, _bucketed, _in_class),
-    Library("cuDNN from 9.6", _bucketed, _bucketed, _in_class),
-    Library("FlashAttention", _nothing, _nothing, lambda size: size),
+    Library("cuDNN from 9.24, Transformer Engine from 2.18", _exact_segments, _bucketed),
+    Library("cuDNN from 9.6", _bucketed, _bucketed),
 )
-
-
-def as_they_are(library: Library) -> Library:
-    """Return the library, called with the sizes of chunks as they are."""
-    return replace(library, padded=lambda size: size)
-
-
-def fused_keys(tokens: int) -> set[tuple[str, str]]:
-    """Return what is built for fused layers' kernels when they first run on a number of tokens.
-
-    `torch.compile` builds a function for its first size, one for any other, and one for a single token; Triton distinguishes
-    multiples of 16; and Transformer Engine's norms have faster kernels for multiples of 4.
-    """
-    return {
-        ("torch.compile", "first size"),
-        ("torch.compile", "one token" if tokens == 1 else "any size"),
-        ("Triton", "multiple of 16" if tokens % 16 == 0 else "other"),
-        ("norm", "multiple of 4" if tokens % 4 == 0 else "other"),
-    }
-
-
-@dataclass(frozen=True)
-class Call:
-    """Attention call of a chunk on a rank.
-
-    Attributes:
-        size: of the call.
-        heads: key heads in its backward at a time.
-        repeats: its forward runs again in backward.
-    """
-
-    size: CallSize
-    heads: int
-    repeats: bool
-
-
-@dataclass
-class Caches:
-    """Keys of a library's plans on a rank: of forwards, of forwards in autograd's thread, and of backwards."""
-
-    library: Library
-    forward: set[Key] = field(default_factory=set)
-    again: set[Key] = field(default_factory=set)
-    backward: set[Key] = field(default_factory=set)
-
-    def add(self, call: Call) -> None:
-        """Look up what a call needs."""
-        size = self.library.padded(call.size)
-        key = self.library.forward(size)
-        if key is not None:
-            self.forward.add(key)
-            if call.repeats:
-                self.again.add(key)
-        key = self.library.backward(size)
-        if key is not None:
-            self.backward.add((*key, call.heads))
-
-    @property
-    def total(self) -> int:
-        return len(self.forward) + len(self.again) + len(self.backward)
 
 
 def random_plans(count: int, context: int, model: str, stages: int) -> Iterator[Plan]:
@@ -148,40 +74,25 @@ def random_plans(count: int, context: int, model: str, stages: int) -> Iterator[
         yield plan(replace(problem, lengths=lengths), costs, Options(context=context))
 
 
-def calls(plan: Plan, stage: int, shape: ModelShape) -> Iterator[tuple[Call, int]]:
-    """Yield the attention call of every chunk on a stage, and the chunk's tokens."""
+def keys(
+    plan: Plan, stage: int, shape: ModelShape, library: Library, called: Callable[[CallSize], CallSize] = in_class
+) -> Iterator[object]:
+    """Yield what a stage's chunks look up, of the attention library and of fused layers.
+
+    `torch.compile` builds a function for its first size, one for any other, and one for a single token; Triton distinguishes
+    multiples of 16; and Transformer Engine's norms have faster kernels for multiples of 4.
+    """
     channels = shape.kv_channels or shape.hidden_size // shape.num_attention_heads
     bytes_per_key = 2 * channels * shape.bytes_per_value
+    yield "torch.compile", "first size"
     for number, chunk in enumerate(plan.chunks):
         tokens, recompute = plan.padded_tokens(number), plan.recompute[stage][number] if plan.recompute else None
         padding = tokens - chunk.num_tokens
-        keys = sum(segment.end for segment in chunk.segments) + padding
-        size = CallSize(len(chunk.segments) + (padding > 0), tokens, keys)
-        keys = token_class(size.keys) * bytes_per_key
-        heads = heads_at_once(shape.kv_heads_on_rank, keys, shape.queries_per_key)
-        yield Call(size, heads, recompute is not None and recompute.attention_layers > 0), tokens
-
-
-@dataclass
-class CacheKeys:
-    """Keys that a rank has looked up: of attention by library, with shapes as they are and in classes, and of fused layers."""
-
-    before: list[Caches] = field(default_factory=lambda: [Caches(as_they_are(library)) for library in LIBRARIES])
-    after: list[Caches] = field(default_factory=lambda: [Caches(library) for library in LIBRARIES])
-    fused: set[tuple[str, str]] = field(default_factory=set)
-
-    def add(self, call: Call, tokens: int) -> None:
-        """Look up what a chunk needs."""
-        for caches in (*self.before, *self.after):
-            caches.add(call)
-        self.fused |= fused_keys(tokens)
-
-
-def count(plans: Iterable[Plan], shape: ModelShape, stages: int) -> list[CacheKeys]:
-    """Return what every rank has looked up in the course of some plans, one stage on each."""
-    counts = [CacheKeys() for _ in range(stages)]
-    for batch_plan in plans:
-        for stage, stage_counts in enumerate(counts):
-            for call, tokens in calls(batch_plan, stage, shape):
-                stage_counts.add(call, tokens)
-    return counts
+        prefixed = sum(segment.end for segment in chunk.segments) + padding
+        size = called(CallSize(len(chunk.segments) + (padding > 0), tokens, prefixed))
+        heads = heads_at_once(shape.kv_heads_on_rank, token_class(prefixed) * bytes_per_key, shape.queries_per_key)
+        yield "forward", library.forward(size)
+        if recompute is not None and recompute.attention_layers:
+            yield "forward again", library.forward(size)
+        yield "backward", library.backward(size), heads
+        yield from (("torch.compile", tokens == 1), ("Triton", tokens % 16 == 0), ("norm", tokens % 4 == 0))

@@ -1,7 +1,6 @@
 """Pipelines and batches the planner tests share."""
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -45,10 +44,3 @@ def least_cap_bytes(asked: Problem, costs: PipelineCosts, options: Options) -> i
     except InfeasibleError as error:
         return error.least_cap_bytes
     raise AssertionError("a plan under one byte")
-
-
-def named_cap_bytes(error: Exception) -> int:
-    """The smallest cap that an infeasibility message names."""
-    found = re.search(r"would do is \S+ GiB \((\d+) bytes\)", str(error))
-    assert found is not None, str(error)
-    return int(found[1])

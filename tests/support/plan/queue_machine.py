@@ -47,7 +47,6 @@ def rows_of(lowered: str) -> list[Row]:
 
 
 def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lockstep: bool = False) -> list[Launch]:
-    """The launches of a row."""
     made: list[Launch] = []
     last: dict[object, int] = {}
     numbers: dict[tuple[int, str, int], int] = {}

@@ -18,7 +18,6 @@ TIMES = {Op.F: 10.0, Op.B: 20.0, Op.W: 10.0, Op.R: 10.0, Op.O: 5.0, Op.L: 5.0}
 
 
 def whole(*tokens: int) -> tuple[Chunk, ...]:
-    """One chunk per sequence."""
     return tuple(Chunk((Segment(i, 0, n),)) for i, n in enumerate(tokens))
 
 

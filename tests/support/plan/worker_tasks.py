@@ -10,7 +10,6 @@ _numbers: list[int] = []
 
 
 def add(number):
-    """Adds up what it is called with."""
     _numbers.append(number)
     return sum(_numbers)
 

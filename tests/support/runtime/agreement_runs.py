@@ -9,7 +9,6 @@ SHAPES = (Microbatch((16, 8)), Microbatch((32,)), Microbatch((8, 8), 2), Microba
 
 
 def shapes(rank, links, mine, problems=("", ""), num_bytes=(0, 0), replicas=(0, 0)):
-    """Return what the ranks agree on, or the error of this rank."""
     try:
         return agree_on_shapes(LocalShapes(mine[rank], problems[rank], rank, num_bytes[rank], replicas[rank]), links.control)
     except EppError as error:

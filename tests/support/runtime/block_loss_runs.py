@@ -10,7 +10,6 @@ ENTRIES, WIDTH = 26, 6
 
 
 def losses_and_gradients(losses, grad, inputs):
-    """The losses, and gradients of the inputs where the losses have `grad`."""
     return losses.detach(), *torch.autograd.grad(losses, inputs, grad)
 
 
@@ -23,7 +22,6 @@ def shared_values(rank, links, x, weight, entries, grad, rows, has_entropy):
 
 
 def problem(tokens, entries=ENTRIES, width=WIDTH, dtype=torch.float32):
-    """Hidden states and a weight that take gradients, and labels."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (tokens, entries))
     labels = torch.randint(entries, (tokens,), generator=generator)

@@ -91,8 +91,6 @@ class _Ranges:
 
 
 class _Touching:
-    """Object on the device, each of whose methods touches it."""
-
     NAMES = ()
 
     def __init__(self, audit):
@@ -136,8 +134,6 @@ class Event(_Touching):
 
 
 class Work(_Touching):
-    """Handle of a message or a collective."""
-
     NAMES = ("wait", "is_completed")
 
 

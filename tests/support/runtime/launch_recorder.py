@@ -104,8 +104,6 @@ class LaunchLog:
 
 @dataclass
 class Work:
-    """A message or a collective on its way."""
-
     log: LaunchLog
     launch: int
 
@@ -160,8 +158,6 @@ class _Actions(Recorder):
 
 
 class _Executor(Executor):
-    """Tells the log which action it performs."""
-
     log: LaunchLog
 
     def perform(self, action, handler):
@@ -242,7 +238,7 @@ def _uploaded(program, batch, log):
     return replace(program, upload=upload)
 
 
-def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Reductions, slots=True, memory=None):
+def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Reductions, memory=None):
     """Run this rank's part of a plan of plain stages; return the log of its launches.
 
     Args:
@@ -259,7 +255,7 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
     messages = _Messages(log, rank, replica)
     groups = {"activations": "activations", "gradients": "gradients", "figures": None, "control": None}
     down = {"activations_down": "activations down", "gradients_up": "gradients up"}
-    links = Links(tuple(range(plan.num_ranks)), rank, **groups, **down, directions=(), slots_on_cpu=slots)
+    links = Links(tuple(range(plan.num_ranks)), rank, **groups, **down, directions=(), slots_on_cpu=True)
     host = HostMemory(torch.device("cpu"), 1 << 30, RecordedCopies(log))
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
     with (

@@ -27,14 +27,11 @@ SCALE = CHANNELS**-0.5
 
 
 class RandomText(MemoryDataset):
-    """Sequences of random tokens, the same in every process."""
-
     def tokens(self, index, start=0, end=None):
         return np.random.default_rng(index).integers(VOCAB, size=self.lengths[index] + 1)[start:end]
 
 
 def batch_of(plan):
-    """The batch a plan was made for, in random tokens."""
     return GlobalBatch(
         indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
     )
@@ -86,15 +83,12 @@ def build_part(num_layers, stage, dtype=torch.float32):
 
 
 def linear(module, gradients, x):
-    """A linear layer that hands its weight's gradient to `gradients`."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return functional.linear(x, module.weight, module.bias)
     return gradients.linear(x, x, Linear(module.weight, lambda x, grad: grad.t() @ x)) + module.bias
 
 
 class NotedGradients(WeightGradients):
-    """Notes the chunks whose gradients it computes."""
-
     def __init__(self, calls):
         super().__init__()
         self.calls = calls
@@ -157,7 +151,6 @@ class PlainStage:
         return {name: p.grad for name, p in self.part.named_parameters()}
 
     def arrays(self):
-        """Gradients that another process can take."""
         return {name: None if grad is None else grad.numpy() for name, grad in self.gradients().items()}
 
 
@@ -179,8 +172,6 @@ def whole_run(plan, num_layers, dtype=torch.float32):
 
 @dataclass(frozen=True)
 class StageResult:
-    """State that a run left in one stage."""
-
     gradients: dict[str, np.ndarray | None]
     loss: float
     calls: list[str]

@@ -103,7 +103,6 @@ class ChunkedLayer:
         return self.outputs[0, chunk]
 
     def backward(self, chunk):
-        """Run a chunk backward through every layer, last to first."""
         segments = self.plan.chunks[chunk].segments
         size = self.plan.padded_tokens(chunk), self.query_heads, self.value_channels
         weight = torch.zeros(size, dtype=self.weights[0].dtype)
@@ -112,7 +111,6 @@ class ChunkedLayer:
             (self.outputs.pop((layer, chunk)) * self._own(weight)).sum().backward()
 
     def _own(self, rows):
-        """This rank's part of a chunk's rows."""
         return torch.cat([rows[own] for own in self.context_parallel.shard(len(rows))])
 
     def whole(self):
@@ -130,7 +128,6 @@ class ChunkedLayer:
         return results
 
     def _expanded(self, expansion, latent, rotated):
-        """Keys and values of latents, by the formula."""
         of_keys, of_values = expansion[:, : self.unrotated], expansion[:, self.unrotated :]
         keys = torch.einsum("hcr,tr->thc", of_keys, latent[:, 0])
         everyones = rotated.expand(-1, self.query_heads, -1)
@@ -148,5 +145,4 @@ class ChunkedLayer:
 
 
 def slices(sequence, *cuts):
-    """The slices of a sequence between cuts, each a chunk of its own."""
     return [[(sequence, a, b)] for a, b in itertools.pairwise(cuts)]

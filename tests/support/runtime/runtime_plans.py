@@ -62,7 +62,6 @@ def one_rank(**changes):
 
 
 def one_rank_split(**changes):
-    """Weight gradients of their own, of all chunks but one."""
     return by_hand(["0F0 0F1 0F2 0B1 0B0 0W1 0B2 0W0"], SLICED_THEN_WHOLE, **changes)
 
 

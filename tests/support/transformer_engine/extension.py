@@ -86,9 +86,6 @@ class _Numbered(type):
         return number
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
-
-
 def _product(a: Tensor, transposes_a: bool, b: Tensor, transposes_b: bool) -> Tensor:
     """Multiply as cuBLAS does, to which matrices are columns: ``b' @ a'``, where a given transpose of either is taken."""
     left = b.flatten(0, -2) if not transposes_b else b.flatten(0, -2).t()
@@ -180,9 +177,6 @@ def te_general_grouped_gemm(
     return bias
 
 
-# ---- casts -----------------------------------------------------------------------------------------------------------
-
-
 def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = None) -> Any:
     assert noop is None  # of graphs
     return cast(x, quantizer, out)
@@ -222,9 +216,6 @@ def fp8_transpose(data: Tensor, kind: Any, out: Tensor | None = None) -> Tensor:
 
 def swap_first_dims(x: Tensor, out: Tensor) -> Tensor:
     return out.copy_(x.transpose(0, 1))
-
-
-# ---- norms -----------------------------------------------------------------------------------------------------------
 
 
 def rmsnorm_fwd(
@@ -281,9 +272,6 @@ def _written(found: Tensor, out: Tensor | None, quantizer: Any, kind: Any) -> Te
     return normed if quantizer is None else cast(normed, quantizer)
 
 
-# ---- rotary positions ------------------------------------------------------------------------------------------------
-
-
 def fused_rope_forward(x: Tensor, freqs: Tensor, *settings: Any) -> Tensor:
     """Turn the first channels of every head by the angles of its position; ``(tokens, batch, heads, channels)``."""
     cos, sin, own = _angles(x, freqs, *settings)
@@ -313,9 +301,6 @@ def _turned(x: Tensor, interleaved: bool) -> Tensor:
 
 def _with_rest(found: Tensor, x: Tensor) -> Tensor:
     return torch.cat((found.to(x.dtype), x[..., found.shape[-1] :]), dim=-1)
-
-
-# ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
 def multi_tensor_scale(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
@@ -363,9 +348,6 @@ def multi_tensor_adam(
         weight.sub_((rate * update).to(weight.dtype))
         for copy in copies:
             copy.copy_(weight)
-
-
-# ---- what it asks about the machine ----------------------------------------------------------------------------------
 
 
 def get_cudnn_version() -> int:

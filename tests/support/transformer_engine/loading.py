@@ -70,9 +70,6 @@ def _without_init(folder: Path) -> Iterator[None]:
         del sys.modules[PACKAGE]
 
 
-# ---- what it asks of CUDA --------------------------------------------------------------------------------------------
-
-
 def _asked_by_engine() -> bool:
     """True if the caller of the caller is a function of Transformer Engine."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(f"{PACKAGE}.")

@@ -127,7 +127,6 @@ SCRIPT_ROWS = tuple(
 
 
 def optimizer() -> str:
-    """Return the name of the class that Megatron takes for Adam."""
     from megatron.core import optimizer
 
     return optimizer.Adam.__name__

@@ -24,8 +24,6 @@ class _Norm(torch.autograd.Function):
 
 
 class Norm(torch.nn.Module):
-    """Stand-in for a fused norm."""
-
     def __init__(self, config, hidden_size, eps=1e-5, **_):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -45,8 +43,6 @@ class _Attention(torch.autograd.Function):
 
 
 class Attention(torch.nn.Module):
-    """Stand-in for a kernel of core attention."""
-
     def __init__(self, **_):
         super().__init__()
 
@@ -63,7 +59,6 @@ class _Rotation(torch.autograd.Function):
 
 
 def rotated(heads, angles, *_, **__):
-    """Stand-in for a fused rotation."""
     return _Rotation.apply(heads, angles)
 
 
@@ -75,18 +70,15 @@ class _Keeping(torch.autograd.Function):
 
 
 def convolved(x, *_, **__):
-    """Stand-in for a convolution with its activation."""
     return _Keeping.apply(x.detach().clone(), [x], x), None
 
 
 def normalized(x):
-    """Stand-in for the norm of heads."""
     output = x.detach().clone()
     return _Keeping.apply(output, [output, x.new_zeros(x.shape[:-1], dtype=torch.float32)], x)
 
 
 def ruled(q, k, v, g, beta, **_):
-    """Stand-in for the gated delta rule."""
     from megatron_epp.tools.formulas.recurrent import BLOCK_TOKENS
 
     pairs, decays = q.new_zeros(*q.shape[:3], BLOCK_TOKENS), torch.zeros_like(g)
@@ -100,13 +92,11 @@ def _gated(self, x, gate):
 
 
 def scanned(rows, *, A, headdim, **_):
-    """Stand-in for the kernel of Mamba-2."""
     ungated = rows.new_zeros(*rows.shape[:2], len(A) * headdim)
     return _Keeping.apply(torch.zeros_like(ungated), [rows, ungated], rows)
 
 
 def group_normed(self, x):
-    """Stand-in for the norm of groups of channels."""
     statistics = x.new_zeros(*x.shape[:-1], x.shape[-1] // self.group_size, dtype=torch.float32)
     return _Keeping.apply(x.detach().clone(), [x, statistics], x)
 
@@ -134,7 +124,6 @@ def _alone(symbol, whole):
 
 
 def _with_delta_net(attention_norm):
-    """Return the spec of a gated delta net, whose kernels are these."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec

@@ -34,7 +34,6 @@ RUNS = {
 
 
 def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Run everything, or only what is named, each on a number of random batches."""
     common = [*flags_of(folder, 1, CONTEXT, 8), "--num-layers", "8", *shlex.split(OPTIONS)]
     from megatron_epp.mcore.iteration import run_plan as schedule
     from scripts.parity.cells import MODELS

@@ -67,7 +67,6 @@ def samples(get_rope_index: Any) -> list[dict[str, Any]]:
 
 
 def inputs(chunk: Any) -> Tensor:
-    """Make the rows of a chunk as the class does."""
     model, rows = chunk.model, chunk.embedded().transpose(0, 1)
     if chunk.spans:
         pixels, grids = zip(*(span.payload for span in chunk.spans), strict=True)
@@ -78,7 +77,6 @@ def inputs(chunk: Any) -> Tensor:
 
 
 def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run a sample whole, by the class's own forward."""
     sample = next(data)
     tokens, weights = sample["tokens"][None, :-1], sample["trained"][1:].float()
     length = tokens.shape[1]

@@ -45,7 +45,6 @@ class Loop:
     forward_step: Callable[..., Any]
 
     def call(self, schedule: Schedule, **changes: Any) -> Any:
-        """Return what a schedule returns, with changes to its arguments."""
         several = len(self.models) > 1
         arguments = {
             "forward_step_func": self.forward_step,
@@ -72,7 +71,6 @@ def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """Return what a call is refused with; empty if it is not."""
     from megatron_epp.plan import EppError
 
     try:
@@ -255,7 +253,6 @@ def batches(lengths: Sequence[int], seed: int = 5, pixels: int = 0) -> Iterator[
 
 
 def outputs(model: Any, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-    """Return what a model makes of a sequence of tokens."""
     length = tokens.shape[1]
     mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
     return model(tokens, torch.arange(length)[None], mask, labels=labels)
@@ -273,8 +270,6 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Ca
 
     return output, loss_func
 
-
-# ---- compared with stock ---------------------------------------------------------------------------------------------
 
 RUNS = 6
 """Costs are learnt in the first four."""
@@ -429,9 +424,6 @@ def of_core_alone(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-# ---- what is learnt --------------------------------------------------------------------------------------------------
-
-
 def learnt() -> dict[str, Any]:
     """Keep what a schedule has learnt.
 
@@ -466,7 +458,6 @@ SLEEP_S = 0.05
 
 
 def slow() -> None:
-    """Let the last rank become slow after costs were learnt."""
     loop = begin(UNEVEN[:4])
     import megatron_epp
     from megatron_epp.cost.kept import RECORDED, WARM_UP
@@ -482,9 +473,6 @@ def slow() -> None:
         if iteration == WARM_UP + RECORDED and dist.get_rank() == dist.get_world_size() - 1:
             loop.forward_step = sleeping
         loop.run(schedule)
-
-
-# ---- wrong input -----------------------------------------------------------------------------------------------------
 
 
 def wrong(case: str) -> None:
@@ -520,7 +508,6 @@ def too_long(item: Batch) -> list[int]:
 
 
 def longer_on_rank_1(own: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
-    """Yield microbatches, of which the second is longer on rank 1."""
     for number, batch in enumerate(own()):
         longer = number == 1 and dist.get_rank() == 1
         yield {name: torch.cat([one, one], dim=-1) for name, one in batch.items()} if longer else batch
@@ -545,8 +532,6 @@ def wrong_step(case: str) -> Callable[..., Any]:
 
     return step
 
-
-# ---- steps of two calls ----------------------------------------------------------------------------------------------
 
 CALLS = 2
 
@@ -613,7 +598,6 @@ def stepped(
 
 
 def reduced(model: Any, replica: int) -> Tensor:
-    """Return the reduced gradients of this rank."""
     sharded, found = model.ddp_config.use_distributed_optimizer, []
     for buffer in model.buffers:
         for bucket in buffer.buckets:

@@ -95,7 +95,6 @@ def merged(rows: Tensor, pictures: Any) -> Tensor:
 
 
 def inputs(chunk: Any) -> Tensor:
-    """Make the rows of a chunk."""
     assert all((chunk.tokens[0, span.start : span.start + span.num_tokens] == PICTURE).all() for span in chunk.spans)
     rows = chunk.embedded()
     if chunk.columns:
@@ -138,7 +137,6 @@ def samples(axes: int = 1) -> list[dict[str, Any]]:
 
 
 def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run a sample whole."""
     sample = next(data)
     tokens, mask = sample["tokens"][None], sample["trained"][1:].float()
     positions = torch.arange(tokens.shape[1] - 1)[None]
@@ -150,8 +148,6 @@ def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 class Training(DataParallel):
-    """A model with a tower, and its samples."""
-
     def stepped(self) -> tuple[list[Tensor], list[tuple[list[Tensor], float]], list[Tensor]]:
         """Return weights before steps by Megatron's schedule, gradients and losses of each, and weights after them."""
         start, results = self.weights(), []
@@ -260,7 +256,6 @@ def pictures(
 def refusals() -> dict[str, str]:
     """Return what is said of samples and functions that cannot be honoured, and whether right ones train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-
     import megatron_epp
 
     model, said, right = VisionLanguage(loop.models[0]), {}, samples()

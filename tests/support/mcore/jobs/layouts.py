@@ -79,7 +79,6 @@ def handed_on(folder: Path, flags: str, parts: Sequence[tuple[str, int]]) -> dic
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint by their keys."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

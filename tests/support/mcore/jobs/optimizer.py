@@ -47,7 +47,6 @@ def run(documents, names):
 
 
 def planned():
-    """Bytes of all stages of this rank, by item."""
     from megatron_epp.mcore.iteration.sliced_run import current
 
     (static,) = (stage.static for stage in current().costs.stages)

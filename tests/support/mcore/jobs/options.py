@@ -26,7 +26,6 @@ RUNS = {
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """Run all `RUNS`."""
     common = flags_of(folder, ITERATIONS, 64, 4)
     from scripts.parity.cells import MODELS
     from scripts.parity.runs import contents

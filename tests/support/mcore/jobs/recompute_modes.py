@@ -17,12 +17,9 @@ from megatron_epp.plan.kv_offload import slices_of
 from tests.support.mcore.jobs.common import flags_of, written
 
 RECOMPUTE_MODES = {
-    "whole": Recompute(full=8),
-    "linear": Recompute(selective=8),
-    "mlp": Recompute(mlp=8),
-    "each": Recompute(1, 1, 1),
+    "whole": Recompute(full=8), "linear": Recompute(selective=8), "mlp": Recompute(mlp=8), "each": Recompute(1, 1, 1),
     "two": Recompute(0, 1, 8),
-}
+}  # fmt: skip
 """By name; more layers than there are stand for all."""
 OFFLOADS = {
     "0.3 away": (Recompute(), 0.3),
@@ -62,7 +59,6 @@ RUNS = {
 
 
 def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Run everything, or only what is named."""
     common = flags_of(folder, 1, 64, 2)
     from megatron_epp.mcore.iteration import run_plan as schedule
     from scripts.parity.cells import MODELS
@@ -203,6 +199,5 @@ def with_copies(plan, share):
 
 
 def with_kv_offload(plan):
-    """The plan with keys and values of all slices in host memory."""
     pairs = ((stage, sequence) for stage in range(plan.num_stages) for sequence in slices_of(plan))
     return replace(plan, kv_offload=tuple(KVOffload(*pair, 0, 0) for pair in pairs))

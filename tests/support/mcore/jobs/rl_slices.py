@@ -1,4 +1,4 @@
-"""An update of a batch with a long response, in slices under a cap and whole: by verl's engine, or by an imitation of it."""
+"""An update of a batch with a long response, in slices under a cap and whole by verl's engine."""
 
 import logging
 import math
@@ -22,11 +22,9 @@ BELOW = 0.95
 """Cap on activations, as a multiple of what 1F1B holds with all but one layer of a stage recomputed: it must recompute all."""
 LEARNING = 8
 """Updates before the one that is compared: costs are learnt from six, and the next run by these plans."""
-CLIP, CLIP_NEGATIVE = 0.2, 3.0
-"""verl's defaults."""
 
 
-def updated(has_verl: bool) -> dict[str, Any]:
+def updated() -> dict[str, Any]:
     """Update whole and in slices.
 
     Returns:
@@ -40,7 +38,7 @@ def updated(has_verl: bool) -> dict[str, Any]:
     logging.getLogger("verl").setLevel(logging.WARNING)
     import megatron_epp
 
-    updates, layers = Updates(has_verl), SIZE.layers // SIZE.stages
+    updates, layers = Updates(), SIZE.layers // SIZE.stages
     held = {recomputed: _peak_bytes(updates, partial(updates.whole, recomputed))[0] for recomputed in (layers, layers - 1, 0)}
     cap_bytes, refusal = int(BELOW * held[layers - 1]), ""
     try:
@@ -66,9 +64,9 @@ def updated(has_verl: bool) -> dict[str, Any]:
 
 
 class Updates:
-    """Updates of one model, whole by verl's engine or its imitation, and in slices: one response is as long as the context."""
+    """Updates of one model, whole by verl's engine, and in slices: one response is as long as the context."""
 
-    def __init__(self, has_verl: bool) -> None:
+    def __init__(self) -> None:
         from megatron_epp.losses import Average, ClippedRatio
 
         self.samples = verl.drawn(SAMPLES, SIZE.longest // 2, SIZE.vocabulary, seed=3, median=MEDIAN * SIZE.longest)
@@ -76,8 +74,10 @@ class Updates:
         self.samples.tokens[SAMPLES // 2] = torch.randint(1, SIZE.vocabulary, (SIZE.longest,), generator=random)
         uniform, lengths = -math.log(SIZE.vocabulary), self.samples.lengths
         self.samples.old_logprobs = [uniform + 0.2 * torch.randn(n - verl.PROMPT, generator=random) for n in lengths]
-        self._engine, self.model = _engine() if has_verl else (None, _imitation())
-        self.loss = ClippedRatio(average=Average.SEQUENCE_MEANS, clip_negative=CLIP_NEGATIVE)
+        self._engine = verl.verl_engine(SIZE)
+        self._engine.optimizer = verl.GradientsKept()
+        self.model = self._engine.module[0]
+        self.loss = ClippedRatio(average=Average.SEQUENCE_MEANS, clip_negative=3.0)  # verl's defaults
         known = zip(self.samples.tokens, self.samples.advantages, self.samples.old_logprobs, strict=True)
         self.columns = [
             {
@@ -92,88 +92,17 @@ class Updates:
     def whole(self, recomputed: int, budget: int = SIZE.budget) -> float:
         """Update by whole microbatches; return the loss. Raises what the framework raises for too small a budget."""
         with _recomputing(self.model.config, recomputed):
-            if self._engine is None:
-                loss = _imitated(self.model, self.samples, budget)
-            else:
-                batch = verl.batch_of(self.samples, replace(SIZE, budget=budget), SAMPLES)
-                metrics = self._engine.train_batch(batch, verl.ppo_loss(loss_agg_mode="seq-mean-token-mean"))
-                loss = sum(metrics["loss"]) if metrics else 0.0
+            batch = verl.batch_of(self.samples, replace(SIZE, budget=budget), SAMPLES)
+            metrics = self._engine.train_batch(batch, verl.ppo_loss(loss_agg_mode="seq-mean-token-mean"))
+            loss = sum(metrics["loss"]) if metrics else 0.0
         return float(verl.from_last_stage(loss))
 
     def sliced(self, train: Any) -> float:
-        """Update in slices; return the loss."""
         self.model.zero_grad_buffer()
         return float(train(model=self.model, samples=self.columns).means[self.loss.name])
 
     def gradients(self) -> Tensor:
-        """Copy this rank's gradients."""
         return torch.cat([parameter.main_grad.flatten() for parameter in self.model.parameters()])
-
-
-def _engine() -> tuple[Any, Any]:
-    engine = verl.verl_engine(SIZE)
-    engine.optimizer = verl.GradientsKept()
-    return engine, engine.module[0]
-
-
-def _imitation() -> Any:
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SIZE.stages)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    return verl.pipeline_stage(SIZE)
-
-
-def _imitated(model: Any, samples: verl.Samples, budget: int) -> float:
-    """Add gradients of the mean over samples of each one's mean loss, packed, in Megatron's 1F1B; return this on the last
-    stage, elsewhere 0. Raises ValueError where a sample is longer than the token budget.
-    """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    if max(samples.lengths) > budget:
-        raise ValueError(f"a sample has {max(samples.lengths)} tokens, a microbatch at most {budget}")
-    rows: list[list[int]] = []
-    for number, length in enumerate(samples.lengths):
-        row = next((row for row in rows if sum(samples.lengths[other] for other in row) + length <= budget), None)
-        if row is None:
-            rows.append([number])
-        else:
-            row.append(number)
-    model.zero_grad_buffer()
-    sizes = {"num_microbatches": len(rows), "seq_length": 1, "micro_batch_size": 1}
-    step = partial(_forward_step, samples, len(rows))
-    return sum(get_forward_backward_func()(forward_step_func=step, data_iterator=iter(rows), model=[model], **sizes))
-
-
-def _forward_step(samples: verl.Samples, count: int, data: Iterator[list[int]], model: Any) -> tuple[Tensor, Any]:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    row = next(data)
-    tokens = [samples.tokens[number] for number in row]
-    ends = torch.tensor([0, *map(len, tokens)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    longest = max(map(len, tokens))
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
-    output = model(torch.cat(tokens)[None], None, None, packed_seq_params=packed)
-    return output, partial(_loss, samples, row, count)
-
-
-def _loss(samples: verl.Samples, row: list[int], count: int, logits: Tensor) -> tuple[Tensor, float]:
-    """Return the sum of mean clipped losses over all samples, times the microbatches by which Megatron divides."""
-    losses, at = [], 0
-    for number in row:
-        tokens = samples.tokens[number]
-        of_tokens = logits[0, at + verl.PROMPT - 1 : at + len(tokens) - 1].log_softmax(-1)
-        at += len(tokens)
-        logprobs = of_tokens.gather(-1, tokens[verl.PROMPT :, None])[:, 0]
-        ratio, advantage = (logprobs - samples.old_logprobs[number]).exp(), samples.advantages[number]
-        losses_of = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP))
-        if advantage < 0:
-            losses_of = losses_of.clamp(max=-advantage * CLIP_NEGATIVE)
-        losses.append(losses_of.mean())
-    mean = torch.stack(losses).sum() / len(samples.tokens)
-    return mean * count, float(mean.detach())
 
 
 def _static_bytes(updates: Updates) -> int:

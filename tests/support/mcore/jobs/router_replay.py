@@ -98,7 +98,6 @@ def replayed(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def plan_of(schedule: Any) -> Any:
-    """Return the plan that a schedule has run last."""
     return schedule._runs[0]._last[1].plan
 
 

@@ -69,7 +69,6 @@ def biases(training: DataParallel) -> list[Tensor]:
 
 
 def names(training: DataParallel) -> list[str]:
-    """Return the names that parameters of this rank have in a model on one rank."""
     found = []
     for chunk in training.chunks:
         numbers = [layer.layer_number - 1 for layer in chunk.module.decoder.layers]

@@ -166,7 +166,6 @@ def divided_head() -> dict[str, Any]:
 def value_refusals() -> dict[str, str]:
     """Return what is said of losses and models that do not go together, and of samples with other columns."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-
     import megatron_epp
     from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation
 

@@ -160,7 +160,6 @@ def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[st
 def bad() -> dict[str, Any]:
     """Return what is said of samples and models that are wrong, or above a cap, and whether others train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-
     import megatron_epp
     from megatron_epp.losses import ClippedRatio, Preference
 

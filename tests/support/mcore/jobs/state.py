@@ -16,13 +16,10 @@ FORWARDS, BACKWARDS = (2, 0, 1), (0, 2, 1)
 RECOMPUTED = 1, 0, 3
 """Layers of each microbatch."""
 LOSSES = {
-    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-    "moe_aux_loss_coeff": [1e-2, 1e-2],
-    "moe_z_loss_coeff": 1e-3,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [1e-2, 1e-2],
+    "moe_z_loss_coeff": 1e-3, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
     "mtp_num_layers": 1,
-}
+}  # fmt: skip
 MODELS = {
     "losses, biases, multi-token prediction": LOSSES,
     "quantiles": {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0},
@@ -52,7 +49,6 @@ def run():
 
 
 def build(**settings):
-    """A model from one seed."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig

@@ -145,9 +145,6 @@ def replica_of_all() -> tuple[int, int]:
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
-# ---- ms-swift --------------------------------------------------------------------------------------------------------
-
-
 def with_swifts_adapters(model: Any) -> None:
     """Put ms-swift's adapters beside all matrices of a model's layers, and freeze the rest, by its own function."""
     with of_swift():
@@ -167,18 +164,10 @@ def with_swifts_adapters(model: Any) -> None:
 
 
 OF_ADAPTERS = {
-    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
-    "modules_to_save": [],
-    "task_type": "causal_lm",
-    "lora_rank": 4,
-    "lora_alpha": 8,
-    "lora_dropout": 0.0,
-    "lora_bias": "none",
-    "lora_dtype": None,
-    "use_rslora": False,
-    "mcore_ref_adapter": None,
-    "ref_adapters": [],
-}
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "modules_to_save": [],
+    "task_type": "causal_lm", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_bias": "none", "lora_dtype": None,
+    "use_rslora": False, "mcore_ref_adapter": None, "ref_adapters": [],
+}  # fmt: skip
 """Settings of ms-swift's adapters."""
 
 
@@ -261,9 +250,6 @@ OF_PREFERENCES = {
     "f_divergence_type": "reverse_kl", "loss_type": ["sigmoid"], "beta": 0.1, "rpo_alpha": None,
 }  # fmt: skip
 """Settings of DPO."""
-
-
-# ---- Megatron-Bridge -------------------------------------------------------------------------------------------------
 
 
 def with_bridges_adapters(model: Any) -> None:

@@ -88,8 +88,6 @@ def step(
 
 
 def compare(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
-    """Return differences, and what is compared as it is."""
-
     def difference(name: str) -> float:
         pairs: list[tuple[Tensor, Tensor]] = list(zip(planned[name], stock[name], strict=True))
         return max((float((ours - theirs).abs().max()) for ours, theirs in pairs), default=0.0)
