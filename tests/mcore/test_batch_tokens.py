@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.data.sampler import TokenBatchSampler
-from megatron_epp.mcore.data.documents import build_splits
-from megatron_epp.mcore.data.run_tokenizer import identity_of_run
+from megatron_epp.mcore.data.documents import build_splits, identity_of_run
 from megatron_epp.mcore.model.trained_rows import TrainedRows, rows_to_compute
 from scripts.parity.cells import CONTEXT, MODELS, VOCABULARY, common_flags
 from scripts.random_documents import write_documents

@@ -9,8 +9,7 @@ from megatron_epp.data import sampler
 from megatron_epp.data.iterator import PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler, epoch_order
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, weighted
-from megatron_epp.mcore.data.documents import build_document_iterators, build_splits
-from megatron_epp.mcore.data.run_tokenizer import identity_of_run
+from megatron_epp.mcore.data.documents import build_document_iterators, build_splits, identity_of_run
 from megatron_epp.plan.errors import EppError
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
 from megatron_epp.port.packing import pack

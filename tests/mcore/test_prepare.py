@@ -19,9 +19,9 @@ from megatron_epp.data.token_record import Tokenizer, load_record
 from megatron_epp.mcore.data import encoders
 from megatron_epp.mcore.data import prepare as prepare_module
 from megatron_epp.mcore.data.document_file import DocumentFile, check_tokens
+from megatron_epp.mcore.data.documents import identity_of_run
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, megatron_encoder
 from megatron_epp.mcore.data.prepare import histogram, prepare
-from megatron_epp.mcore.data.run_tokenizer import identity_of_run
 from megatron_epp.plan.errors import EppError
 from megatron_epp.tools.cli.prepare import add_arguments, run
 from tests.support.failing_disk import swept

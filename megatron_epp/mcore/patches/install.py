@@ -14,8 +14,8 @@ from megatron_epp.launch.script_flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches, takes
 from megatron_epp.mcore.patches import stock_functions
-from megatron_epp.mcore.patches.patching import Patch, wrapping
-from megatron_epp.mcore.patches.running_chunk import in_chunk, keep_chunk
+from megatron_epp.mcore.patches.patching import Patch, when, wrapping
+from megatron_epp.mcore.patches.running_chunk import keep_chunk, runs_chunk
 from megatron_epp.plan.errors import NothingLeftError
 
 logger = logging.getLogger(__name__)
@@ -291,28 +291,29 @@ def _run_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any
     return forward_backward_user(*rest, **named)
 
 
-def _embed_ahead(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Embed the tokens that lie ahead of a chunk, where its plan knows them."""
-    if document_args() is None:  # without plans over documents not even the imports may matter
-        return original(*rest, **named)
-    from megatron_epp.mcore.model.predictions import embed_ahead
-
-    return embed_ahead(original, *rest, **named)
-
-
-def _add_prediction_losses(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-    """Add the losses of multi-token prediction to a chunk's, weighted by the counts of whole sequences."""
-    if document_args() is None:
-        return original(*rest, **named)
-    from megatron_epp.mcore.model.predictions import add_prediction_losses
-
-    return add_prediction_losses(original, *rest, **named)
+def _on_documents() -> bool:
+    return document_args() is not None
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _ROUTING = "megatron.core.transformer.moe.moe_utils"
 _AHEAD = "megatron.core.transformer.multi_token_prediction"
+_OF_ROUTERS = {
+    f"{_ROUTER}.routing": "route",
+    f"{_ROUTER}.apply_z_loss": "apply_z_loss",
+    f"{_ROUTER}._apply_expert_bias": "count_for_bias",
+    f"{_ROUTER}.sinkhorn_load_balancing": "balance",
+    f"{_ROUTING}:topk_routing_with_score_function": "replay",  # it gets an object that may choose experts by their scores
+    f"{_ROUTING}:apply_router_token_dropping": "drop_tokens",
+    f"{_ROUTING}:get_tokens_per_expert_and_token_count": "count_tokens",
+}
+"""Each adds up or counts over tokens in its own way, and only some of them take a mask of padding."""
+_OF_PREDICTION = {
+    f"{_AHEAD}:MultiTokenPredictionLayer._get_embeddings": "embed_ahead",
+    f"{_AHEAD}:process_mtp_loss": "add_prediction_losses",
+}
+"""They roll tokens and labels within what they get, which under a plan is a chunk."""
 
 
 @functools.cache
@@ -360,26 +361,14 @@ def patches() -> tuple[Patch, ...]:
         wrapping(f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving", _run_schedule),
         # It calls its function again in the backward, after the forward has left the context of the chunk.
         wrapping("megatron.core.tensor_parallel.random:checkpoint", keep_chunk),
-        # Each of them adds up or counts over tokens in its own way, and only some of them take a mask of padding.
-        in_chunk(f"{_ROUTER}.routing", "route", "tell a router which tokens of a chunk are padding, and of which layer it is"),
-        in_chunk(f"{_ROUTER}.apply_z_loss", "apply_z_loss", "add up a router's z loss over the chunk's tokens without padding"),
-        in_chunk(f"{_ROUTER}._apply_expert_bias", "count_for_bias", "count tokens per expert without padding"),
-        in_chunk(f"{_ROUTER}.sinkhorn_load_balancing", "balance", "balance tokens over experts (Sinkhorn) without padding"),
-        # It has the scores, and gets an object that may choose experts by them.
-        in_chunk(
-            f"{_ROUTING}:topk_routing_with_score_function", "replay", "have a router take the experts that a chunk brings along"
+        *(
+            when(runs_chunk, target, f"megatron_epp.mcore.patches.routers:{name}", "routers see a chunk without its padding")
+            for target, name in _OF_ROUTERS.items()
         ),
-        in_chunk(
-            f"{_ROUTING}:apply_router_token_dropping",
-            "drop_tokens",
-            "give experts a capacity for tokens without padding, which goes to none of them",
+        *(
+            when(
+                _on_documents, target, f"megatron_epp.mcore.model.predictions:{name}", "plans know the tokens ahead of a chunk"
+            )
+            for target, name in _OF_PREDICTION.items()
         ),
-        in_chunk(
-            f"{_ROUTING}:get_tokens_per_expert_and_token_count",
-            "count_tokens",
-            "weight a router's loss by the number of the chunk's tokens without padding",
-        ),
-        # They roll tokens and labels within what they get, which under a plan is a chunk.
-        wrapping(f"{_AHEAD}:MultiTokenPredictionLayer._get_embeddings", _embed_ahead),
-        wrapping(f"{_AHEAD}:process_mtp_loss", _add_prediction_losses),
     )

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,15 @@ def wrapping(target: str, replacement: Callable[..., Any]) -> Patch:
     """Return the patch by a function that gets the original as its first argument; the reason is its docstring's first line."""
     summary = (replacement.__doc__ or "").partition("\n")[0].removesuffix(".")
     return Patch(target, replacement, summary[:1].lower() + summary[1:], wraps=True)
+
+
+def when(is_wanted: Callable[[], bool], target: str, function: str, reason: str) -> Patch:
+    """Return the patch by a function, ``module:function``, that is imported and called where it is wanted."""
+
+    def call(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+        return resolve_name(function)(original, *rest, **named) if is_wanted() else original(*rest, **named)
+
+    return Patch(target, call, reason, wraps=True)
 
 
 @dataclass(frozen=True, slots=True)

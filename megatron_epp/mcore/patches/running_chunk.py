@@ -1,4 +1,4 @@
-"""Chunk that a thread runs, as routers of experts see it (`routers`): its functions are imported only when they have one."""
+"""Chunk that a thread runs, as routers of experts see it (`routers`): its functions are imported when they have one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pkgutil import resolve_name
 from typing import Any
-
-from megatron_epp.mcore.patches.patching import Patch
 
 
 class _Running(threading.local):
@@ -37,15 +34,8 @@ def chunk(real: Any, routes: Any = None) -> Iterator[None]:
         running.real, running.routes = before
 
 
-def in_chunk(target: str, function: str, reason: str) -> Patch:
-    """Return the patch of a function of Megatron's by one of `routers`, which takes the original first, while a chunk runs."""
-
-    def call(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-        if running.real is None:
-            return original(*rest, **named)
-        return resolve_name(f"megatron_epp.mcore.patches.routers:{function}")(original, *rest, **named)
-
-    return Patch(target, call, reason, wraps=True)
+def runs_chunk() -> bool:
+    return running.real is not None
 
 
 def keep_chunk(original: Callable[..., Any], function: Callable[..., Any], *rest: Any, **named: Any) -> Any:

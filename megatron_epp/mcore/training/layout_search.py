@@ -37,8 +37,7 @@ from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, costs_file, facts, run_facts
 from megatron_epp.mcore.costs.stored import named, write_whole
-from megatron_epp.mcore.data.documents import build_splits
-from megatron_epp.mcore.data.run_tokenizer import identity_of_run
+from megatron_epp.mcore.data.documents import build_splits, identity_of_run
 from megatron_epp.mcore.early_planning import ask
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.mcore.model.model_chunks import settle_stages

@@ -28,37 +28,24 @@ def window_attention(
     window: int,
 ) -> Tensor:
     """`core.chunk_attention`, in which a token sees itself and `window` tokens ahead of it. No other rows are cached."""
+    view, handover, key = context.view, context.kv_cache.carried(Handover), -1 - layer  # others hand on by numbers from 0
     own_sinks = None if sinks is None else context_parallel.own_heads(sinks, cached[0].shape[1])
+    alone = replace(context, table=context.table.within(window), view=None, begun=None)
 
     def attend(q: Tensor, cached: Tensors) -> Tensor:
-        return _within(window, q, cached, context, layer, scale, preference, own_sinks)
+        """Attend to a slice's own keys and values behind the last ones of the slice before."""
+        tail = () if view is None else handover.enter(key, view, forward_only=context.forward_only)
+        rows = tuple(torch.cat(pair) for pair in zip(tail, cached, strict=True)) if tail else cached
+        out: Tensor = ChunkAttention.apply(q, alone, layer, scale, preference, own_sinks, *rows)
+        if view is None:
+            return out
+        end = rows[0].shape[0] - cached[0].shape[0] + view.end - view.start
+        state = tuple(x[max(0, end - window) : end] for x in rows)
+        out = handover.leave(key, view, out, state, forward_only=context.forward_only, most_rows=window)
+        if context.begun is None:
+            return out
+        begin, end = context.begun_rows.start, context.begun_rows.stop
+        state = tuple(x[max(begin, end - window) : end] for x in cached)
+        return handover.leave(key, context.begun, out, state, forward_only=context.forward_only, most_rows=window)
 
     return context_parallel.attend(attend, q, tuple(cached))
-
-
-def _within(
-    window: int,
-    q: Tensor,
-    cached: Tensors,
-    context: ChunkContext,
-    layer: int,
-    scale: float,
-    preference: str,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attend inside windows: a slice's keys and values are its own behind the last ones of the slice before."""
-    view, handover, key = context.view, context.kv_cache.carried(Handover), -1 - layer  # other layers hand on by numbers from 0
-    tail = () if view is None else handover.enter(key, view, forward_only=context.forward_only)
-    rows = tuple(torch.cat(pair) for pair in zip(tail, cached, strict=True)) if tail else cached
-    alone = replace(context, table=context.table.within(window), view=None, begun=None)
-    out: Tensor = ChunkAttention.apply(q, alone, layer, scale, preference, sinks, *rows)
-    if view is None:
-        return out
-    end = rows[0].shape[0] - cached[0].shape[0] + view.end - view.start
-    state = tuple(x[max(0, end - window) : end] for x in rows)
-    out = handover.leave(key, view, out, state, forward_only=context.forward_only, most_rows=window)
-    if context.begun is None:
-        return out
-    begin, end = context.begun_rows.start, context.begun_rows.stop
-    state = tuple(x[max(begin, end - window) : end] for x in cached)
-    return handover.leave(key, context.begun, out, state, forward_only=context.forward_only, most_rows=window)

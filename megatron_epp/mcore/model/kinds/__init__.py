@@ -7,6 +7,7 @@ The table and `problems` are read where flags are checked, on machines without M
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -89,15 +90,16 @@ def of_experts(problems: str, settings: Any, *rest: Any) -> Iterator[str]:
 
 
 def is_delta_net(module: Any) -> bool:
-    return _type_of(module) == "megatron.core.ssm.gated_delta_net:GatedDeltaNet"
+    return _is(module, "megatron.core.ssm.gated_delta_net", "GatedDeltaNet")
 
 
 def is_mamba(module: Any) -> bool:
-    return _type_of(module) == "megatron.core.ssm.mamba_mixer:MambaMixer"
+    return _is(module, "megatron.core.ssm.mamba_mixer", "MambaMixer")
 
 
-def _type_of(module: Any) -> str:
-    return f"{type(module).__module__}:{type(module).__qualname__}"
+def _is(module: Any, file: str, name: str) -> bool:
+    """Return True for a module of exactly a class, whose file has been imported if there is a module of it."""
+    return type(module) is getattr(sys.modules.get(file), name, None)
 
 
 _HERE = "megatron_epp.mcore.model.kinds."
