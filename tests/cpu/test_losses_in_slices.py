@@ -544,6 +544,11 @@ def test_a_group_is_an_integer_or_a_text(batch, group):
         TokenSample.of(batch[1] | {"group": group}, columns_of(Preference()), "a sample")
 
 
+def test_ratios_are_clipped_by_a_fifth_unless_said_otherwise():
+    """Schulman et al. 2017, table 3."""
+    assert (ClippedRatio().clip_low, ClippedRatio().clip_high) == (0.2, 0.2)
+
+
 def test_what_a_policy_loss_logs_is_weighed_as_its_tokens_are():
     columns = {name: torch.tensor(values) for name, values in POLICY_COLUMNS.items()}
     rows = Rows(torch.tensor([-1.0, -2.0]), torch.tensor([2.0, 3.0]), columns, torch.tensor([0.5, 1.5]), None, 0)
