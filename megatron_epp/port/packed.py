@@ -1,4 +1,4 @@
-"""Plans as messages between the processes of one training (`packing`), with the lowered actions of every rank.
+"""Plans as messages between the processes of one training (`pack_plan`), with the lowered actions of every rank.
 
 They are pickled: a rank reads its part in a tenth of the time that a plan file takes, and lowers nothing, which would keep the
 interpreter from launching kernels. A message is for the same version of this program, and from a process of the same training.

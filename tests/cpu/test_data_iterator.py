@@ -12,7 +12,7 @@ from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.problem import Lengths
-from megatron_epp.port.packing import pack
+from megatron_epp.port.pack_plan import pack
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]

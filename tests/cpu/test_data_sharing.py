@@ -10,7 +10,7 @@ from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.port.packing import pack
+from megatron_epp.port.pack_plan import pack
 from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.runtime.rank_processes import Ranks

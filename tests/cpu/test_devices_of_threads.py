@@ -13,7 +13,7 @@ import megatron_epp
 from megatron_epp.contrib.overlap import turns
 from megatron_epp.contrib.overlap.turns import run_together
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
-from megatron_epp.port.packing import pack
+from megatron_epp.port.pack_plan import pack
 from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.side_thread import SideStream, SideThread
 from megatron_epp.runtime.watchdog import Watchdog

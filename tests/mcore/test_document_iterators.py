@@ -12,7 +12,7 @@ from megatron_epp.mcore.data.document_dataset import DocumentDataset, weighted
 from megatron_epp.mcore.data.documents import build_document_iterators, build_splits, identity_of_run
 from megatron_epp.plan.errors import EppError
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
-from megatron_epp.port.packing import pack
+from megatron_epp.port.pack_plan import pack
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.mcore.megatron_flags import data_arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair

@@ -20,22 +20,12 @@ PROGRAMS = {
         ),
         21_160,
     ),
-<<<<<<< HEAD
-    "iteration": (("mcore.iteration.document_schedule",), 19_400),
-    "planner": (("planner.search", "planner.service.answers"), 12_050),
-    "command line": (("tools.cli.main",), 5_790),
-=======
     "iteration": (("mcore.iteration.document_schedule",), 14_520),
     "planner": (("planner.search", "planner.service.answers"), 12_290),
     "command line": (("tools.cli.main",), 4_090),
->>>>>>> kinds
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-<<<<<<< HEAD
-FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_820, "scripts": 9_900}
-=======
 FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_880, "scripts": 9_900}
->>>>>>> refs/heads/tests
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

@@ -22,7 +22,7 @@ from megatron_epp.plan.lowering import lower
 from megatron_epp.planner import Options
 from megatron_epp.planner.service import answers
 from megatron_epp.port import forked
-from megatron_epp.port.packing import pack
+from megatron_epp.port.pack_plan import pack
 from megatron_epp.port.planning import PROCESS_RESTARTS, BackgroundPlanner, PlanningProcess
 from megatron_epp.port.worker import Worker, WorkerError
 from tests.support.plan.planner_cases import pipeline, problem

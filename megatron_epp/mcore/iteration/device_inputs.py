@@ -138,7 +138,7 @@ class RankInputs:
         return inputs._replace(labels=own.labels[None], loss_mask=own.loss_mask[None], rows=rows, ahead=ahead, of_loss=trained)
 
     def _with_layers(self, inputs: ChunkInputs) -> ChunkInputs:
-        if inputs.routes is None or self.of_inputs.routing is None:
+        if self.of_inputs.routing is None or not isinstance(inputs.routes, Tensor):
             return inputs
         return inputs._replace(routes=dict(zip(self.of_inputs.routing.layers, inputs.routes, strict=True)))
 

@@ -18,8 +18,8 @@ from megatron_epp.plan.problem import LockstepGroups, Options, Problem
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.result import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Division, divide
+from megatron_epp.port.pack_plan import pack
 from megatron_epp.port.packed import PackedPlans
-from megatron_epp.port.packing import pack
 
 CACHED_PLANS = 64
 """Plans kept for batches of exactly the same lengths: documents are often all cut to the context. Not measured: other batches
