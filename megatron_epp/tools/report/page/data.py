@@ -27,7 +27,7 @@ from megatron_epp.plan.operations import ANYWHERE, of_stages, operations
 from megatron_epp.plan.plan import Copy, Plan, is_unlimited
 from megatron_epp.plan.plan_figures import is_calibrated, recompute_in_backward, recompute_share
 from megatron_epp.plan.simulation import Timeline, simulate
-from megatron_epp.tools.report.gantt import Shades, item_colours
+from megatron_epp.tools.report.gantt import item_colours, strengths_of
 from megatron_epp.tools.report.text import headline
 
 PageColumns = dict[str, Any]
@@ -78,13 +78,12 @@ def plan_columns(shown: Shown) -> PageColumns:
 
 
 def _chunk_columns(plan: Plan) -> PageColumns:
-    shades = Shades(plan)
     return {
         "kind": [chunk.kind(plan.lengths) for chunk in plan.chunks],
         "tokens": [chunk.num_tokens for chunk in plan.chunks],
         "padded": [plan.padded_tokens(c) for c in range(len(plan.chunks))],
         "segments": [[number for segment in chunk.segments for number in segment] for chunk in plan.chunks],
-        "strength": [round(strength, 3) for strength in shades.strengths],
+        "strength": [round(strength, 3) for strength in strengths_of(plan)],
     }
 
 
