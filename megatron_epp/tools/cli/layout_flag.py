@@ -151,16 +151,6 @@ def _whole_logits(args: argparse.Namespace, source: Profile, longest: int) -> Wh
     return WholeLogits(lambda layout: costs_by(whole, profile, layout), args.context or longest)
 
 
-def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]) -> Layout:
-    """Return balanced layers at the placement of a schedule; its own layout if its layers cannot be moved."""
-    source, num_layers = costs_source(args, max(lengths))
-    if not layout.is_movable or not isinstance(source, Profile):
-        return layout
-    ranks = layout.placement.rank_of
-    layers = balanced_layers(source, num_layers, len(ranks), lengths, ranks, shards_vocabulary=layout.shards_vocabulary)
-    return Layout.of_layers(layers, layout.placement, shards_vocabulary=layout.shards_vocabulary)
-
-
 def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: tuple[int, ...], *, shards: bool) -> Layout:
     ranks = pipeline_ranks(args)
     if args.layout not in (None, AUTO, EVEN, BALANCED):
