@@ -70,21 +70,17 @@ def plan_columns(shown: Shown) -> PageColumns:
         "num_ranks": plan.num_ranks,
         "stages": [plan.stages_of(rank) for rank in range(plan.num_ranks)],
         "lengths": plan.lengths,
-        "chunks": _chunk_columns(plan),
+        "chunks": {
+            "kind": [chunk.kind(plan.lengths) for chunk in plan.chunks],
+            "tokens": [chunk.num_tokens for chunk in plan.chunks],
+            "padded": [plan.padded_tokens(c) for c in range(len(plan.chunks))],
+            "segments": [[number for segment in chunk.segments for number in segment] for chunk in plan.chunks],
+            "strength": [round(strength, 3) for strength in strengths_of(plan)],
+        },
         "planned": _planned(timeline, graph),
         "memory": _memory_columns(timeline, graph),
         "items": None if shown.breakdown is None else item_columns(shown.breakdown),
         "measured": None if shown.measured is None else _measured(plan, shown.measured, graph),
-    }
-
-
-def _chunk_columns(plan: Plan) -> PageColumns:
-    return {
-        "kind": [chunk.kind(plan.lengths) for chunk in plan.chunks],
-        "tokens": [chunk.num_tokens for chunk in plan.chunks],
-        "padded": [plan.padded_tokens(c) for c in range(len(plan.chunks))],
-        "segments": [[number for segment in chunk.segments for number in segment] for chunk in plan.chunks],
-        "strength": [round(strength, 3) for strength in strengths_of(plan)],
     }
 
 
