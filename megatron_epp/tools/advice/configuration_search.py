@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -91,11 +91,10 @@ class _Search:
         self.steps: dict[Configuration, Steps] = {}
         self._shares: dict[int, tuple[Share, ...]] = {}
 
-    def look_at(self, configs: Iterable[Configuration], what: str) -> None:
+    def look_at(self, configs: Sequence[Configuration], what: str) -> None:
         """Evaluate configurations by rough plans."""
-        listed = list(configs)
-        for number, config in enumerate(listed):
-            self.say(f"{number} of {len(listed)} {what}")
+        for number, config in enumerate(configs):
+            self.say(f"{number} of {len(configs)} {what}")
             if (refusal := misfit(self.question, config)) is not None:
                 self.refused.append(refusal)
                 continue

@@ -160,7 +160,6 @@ def _setting(args: argparse.Namespace) -> Setting:
         machine=here,
         num_gpus=num_gpus,
         is_reduced=is_reduced,
-        num_ranks=num_gpus or 4,
         launch=read_launch(args.launch or _example_launch(args.model, is_reduced)),
         has_launch=bool(args.launch),
         cluster=load_cluster(args.cluster or _cluster_of(here, num_gpus, bool(args.launch))),

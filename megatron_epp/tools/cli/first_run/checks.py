@@ -30,7 +30,7 @@ def links(setting: Setting) -> Outcome:
     from megatron_epp.runtime.links.processes import measure_link
     from megatron_epp.tools.machine.queue_check import check_queues, queue_plans
 
-    gpus, ranks = bool(setting.num_gpus), setting.num_ranks
+    gpus, ranks = bool(setting.num_gpus), setting.num_gpus or 4
     width, limit_s = (16384, 60.0) if gpus else (64, 30.0)  # fp32 values of a token: the largest message has 60 MB with GPUs
     how = width, gpus, limit_s  # a message without progress for so long is stuck
     with progress("sending messages"):
