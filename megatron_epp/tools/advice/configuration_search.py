@@ -244,11 +244,8 @@ def _context_that_fits(question: Question, config: Configuration) -> int | None:
     context = question.context
     while (context := context // 2) >= config.tensor * config.context:
         shorter = replace(question, context=context, lengths=tuple(min(length, context) for length in question.lengths))
-        refusal = misfit(shorter, config)
-        if refusal is None:
+        if misfit(shorter, config) is None:
             return context
-        if refusal.is_static:
-            return None
     return None
 
 

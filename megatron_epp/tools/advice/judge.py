@@ -68,7 +68,6 @@ class Misfit:
     why: str  # reason in words, with numbers
     needed_bytes: int = 0  # sufficient memory; 0 if memory is not the reason
     config: Configuration | None = None  # the configuration; None for a size
-    is_static: bool = False  # True if weights and optimizer alone are too large
 
 
 class Baseline(NamedTuple):
@@ -84,7 +83,7 @@ def misfit(question: Question, config: Configuration) -> Misfit | None:
     static = static_bytes(problem, costs)
     if max(static) > cap:
         why = f"weights and optimizer alone need {format_gib(max(static), cap)} of {format_gib(cap, max(static))}"
-        return Misfit(config.name, why, max(static), config, is_static=True)
+        return Misfit(config.name, why, max(static), config)
     try:
         try:
             estimate_us(problem, costs, question.options)
