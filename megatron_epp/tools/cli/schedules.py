@@ -63,12 +63,8 @@ def run(_: argparse.Namespace) -> int:
         summary = f"{entry.summary} ({entry.source})" + "; planned, not run" * bool(entry.lacks)
         rows.append([name, _stages(entry), ", ".join(uses), summary])
     lines = table(("planner", "stages", "uses", "what it does"), rows, left=range(4))
-    column = lines[0].index("what it does")
-    wrapped = [
-        row
-        for line in lines
-        for row in textwrap.wrap(line[column:], help_width() - 2, initial_indent=line[:column], subsequent_indent=" " * column)
-    ]
+    below = " " * lines[0].index("what it does")
+    wrapped = [row for line in lines for row in textwrap.wrap(line, help_width() - 2, subsequent_indent=below)]
     lacking = [f"{name} is planned, not run: training lacks {entry.lacks}." for name, entry in entries.items() if entry.lacks]
     say("\n".join([*wrapped, "", _LEGEND, "", *lacking, "", _COMPARE]))
     return 0

@@ -45,7 +45,7 @@ def deviation(exact: Sequence[float], theirs: Sequence[float], ours: Sequence[fl
     """
     differences = (np.abs(np.divide(column, exact) - 1).max() for column in (theirs, ours))
     far = [math.inf if math.isnan(most) else float(most) for most in differences]
-    return Deviation(*far, max(TIMES * far[0], floor))
+    return Deviation(far[0], far[1], max(TIMES * far[0], floor))
 
 
 def parity(setting: Setting) -> Outcome:
