@@ -100,7 +100,7 @@ def test_a_configuration_that_does_not_fit_is_named_with_what_it_needs(tight):
         costs = tight.question.costs(one.config)
         with pytest.raises(InfeasibleError):
             plan(tight.question.problem(one.config, (CONTEXT,)), costs, tight.question.options)
-        if not one.is_static:
+        if "alone" not in one.why:
             assert misfit(replace(tight.question, cap_bytes=one.needed_bytes), one.config) is None
 
 
@@ -129,12 +129,12 @@ def test_the_gain_is_over_megatrons_schedule_at_its_best_which_can_be_planned_ag
     advice = advise(asked)
     plain, gain, best = advice.plain, advice.gain, advice.best[0]
     assert math.prod(gain.factors) * best.parts.step_us == pytest.approx(gain.steps_us[0])
-    assert gain.over_megatron * best.parts.step_us == pytest.approx(plain.step_us)
+    assert gain.over_megatron * best.parts.step_us == pytest.approx(plain.stock.step_us)
     assert min(gain.factors[:3]) >= 1, "what may be done without a cause may be done with it"
     stock = plain.stock
     made = plan(stock.problem, stock.costs, Options(planner="1f1b-packed", context=stock.row_tokens))
     assert check(made) == []
-    assert made.predicted.makespan_us + asked.reduction_us(plain.config) == pytest.approx(plain.step_us)
+    assert made.predicted.makespan_us + asked.reduction_us(plain.config) == pytest.approx(plain.stock.step_us)
     assert stock.peak_bytes <= max(made.predicted.peak_bytes) <= cap_bytes
 
 
@@ -195,7 +195,7 @@ def test_megatrons_own_schedule_may_have_virtual_stages_unless_the_question_fixe
     assert advice.gain.factors[2] == 1, "memory is not short, so nothing is recomputed"
     one_stage = advise(replace(advice.question, fixed={"pipeline": 4, "virtual": 1})).plain
     assert one_stage.config.virtual == 1 < advice.plain.config.virtual
-    assert one_stage.step_us > 1.03 * advice.plain.step_us
+    assert one_stage.stock.step_us > 1.03 * advice.plain.stock.step_us
 
 
 def test_blocks_of_the_loss_are_lent_to_megatron_only_where_its_logits_do_not_fit(capsys):

@@ -22,10 +22,10 @@ PROGRAMS = {
     ),
     "iteration": (("mcore.iteration.document_schedule",), 14_520),
     "planner": (("planner.search", "planner.service.answers"), 12_290),
-    "command line": (("tools.cli.main",), 4_090),
+    "command line": (("tools.cli.main",), 4_075),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_880, "scripts": 9_900}
+FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_860, "scripts": 9_900}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost.memory import DYNAMIC, LOSS_BLOCK, MESSAGES, WORKING, Static
-from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.action import Op
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulation import simulate
-from megatron_epp.tools.report.gantt import Shades, gantt, item_colours, side_by_side
+from megatron_epp.tools.report.gantt import gantt, item_colours, side_by_side
 from tests.support.plan.report_plans import measured_run, sliced_plan, with_offload
 
 
@@ -149,15 +149,19 @@ def test_times_by_formula_are_called_uncalibrated():
     assert "not calibrated" not in gantt(measured).axes[0].get_title(loc="left")
 
 
-def test_the_legend_has_the_colours_of_the_boxes():
-    plan = sliced_plan(slices=2, batched=2)
-    (legend,) = gantt(plan).legends
+def test_the_legend_has_the_colours_of_the_boxes_which_differ_in_hue_by_operation_and_are_darker_for_slices():
+    axis, (legend,) = gantt(sliced_plan(slices=2, batched=2)).axes[0], gantt(sliced_plan(slices=2, batched=2)).legends
     shown = dict(zip([text.get_text() for text in legend.get_texts()], legend.get_patches(), strict=True))
-    assert list(shown)[:2] == ["forward, slice of a long sequence", "forward, whole sequences"]
-    _, colours = bars(gantt(plan).axes[0], "rank 0 compute")
-    drawn = {matplotlib.colors.to_hex(colour) for colour in colours}
-    assert matplotlib.colors.to_hex(shown["forward, slice of a long sequence"].get_facecolor()) in drawn
-    assert matplotlib.colors.to_hex(shown["forward, whole sequences"].get_facecolor()) in drawn
+    names = [f"{op}, {kind}" for op in ("forward", "backward") for kind in ("slice of a long sequence", "whole sequences")]
+    assert list(shown)[:4] == names
+    _, colours = bars(axis, "rank 0 compute")
+    sliced, whole, backward, _ = of_boxes = [shown[name].get_facecolor() for name in names]
+    assert set(of_boxes) == set(map(tuple, colours))
+    assert matplotlib.colors.to_hex(sliced).upper() == operation(Op.F).colour
+    assert sum(whole) > sum(sliced)
+    assert backward != sliced
+    (legend,) = gantt(sliced_plan(slices=2, batched=0)).legends
+    assert legend.get_texts()[0].get_text() == "forward"
 
 
 def test_each_rank_has_a_curve_of_memory_that_the_legend_names():
@@ -165,17 +169,6 @@ def test_each_rank_has_a_curve_of_memory_that_the_legend_names():
     assert [text.get_text() for text in few.get_legend().get_texts()] == ["rank 0", "rank 1", "rank 2"]
     assert len({line.get_color() for line in few.lines if line.get_label() != "_cap"}) == 3
     assert [text.get_text() for text in many.get_legend().get_texts()] == ["rank 0", "rank 6", "rank 11"]
-
-
-def test_operations_differ_in_hue_and_slices_are_darker_than_whole_sequences():
-    plan = sliced_plan(slices=2, batched=2)
-    shades = Shades(plan)
-    sliced, whole = Action(Op.F, 0, 0), Action(Op.F, 0, 2)
-    assert shades.colour(sliced) == operation(Op.F).colour
-    assert sum(bytes.fromhex(shades.colour(whole)[1:])) > sum(bytes.fromhex(shades.colour(sliced)[1:]))
-    assert shades.colour(Action(Op.B, 0, 0)) != shades.colour(sliced)
-    assert [text for _, text in shades.kinds()] == ["slice of a long sequence", "whole sequences"]
-    assert [text for _, text in Shades(sliced_plan(slices=2, batched=0)).kinds()] == ["slice of a long sequence"]
 
 
 def test_the_time_axis_of_a_long_iteration_is_in_seconds():

@@ -93,14 +93,14 @@ def _plain_text(advice: Advice) -> str:
     plain, best_us = advice.plain, advice.best[0].parts.step_us
     head = "Elastic plans pay"
     if advice.plain_is_as_good:
-        is_faster = best_us > (1 + TIE) * plain.step_us
+        is_faster = best_us > (1 + TIE) * plain.stock.step_us
         head = f"Megatron's own schedule is {'faster' if is_faster else f'as good (within {TIE:.0%})'}"
     config, stock = plain.config, plain.stock
     shared = " Its replicas are taken not to wait for each other where they share experts, as those of plans do."
     return (
         f"{head}: {'interleaved' if config.virtual > 1 else 'plain'} 1F1B at its best has {config.name}, rows of up to "
-        f"{stock.row_tokens:,} tokens and {stock.recompute}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, "
-        f"{best_us / plain.step_us:.0%} of the best above." + shared * (len(config.lockstep_groups[0]) > 1)
+        f"{stock.row_tokens:,} tokens and {stock.recompute}: {advice.tokens_per_s(plain.stock.step_us):,.0f} tokens/s, "
+        f"{best_us / plain.stock.step_us:.0%} of the best above." + shared * (len(config.lockstep_groups[0]) > 1)
     )
 
 
@@ -163,7 +163,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "slower": [*map(row, advice.slower)],
         "refused": [{"name": misfit.name, "why": misfit.why, "needed_bytes": misfit.needed_bytes} for misfit in advice.refused],
         "plain_1f1b": plain
-        and timed(plain.config, plain.step_us)
+        and timed(plain.config, plain.stock.step_us)
         | {"row_tokens": plain.stock.row_tokens, "recompute": plain.stock.recompute, "is_as_good": advice.plain_is_as_good},
         "gain": advice.gain.as_json(),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -48,7 +48,7 @@ class Advice:
 
     @property
     def plain_is_as_good(self) -> bool:
-        return self.plain is not None and self.plain.step_us <= (1 + TIE) * self.best[0].parts.step_us
+        return self.plain is not None and self.plain.stock.step_us <= (1 + TIE) * self.best[0].parts.step_us
 
     def tokens_per_s(self, step_us: float) -> float:
         return self.question.tokens / (step_us * 1e-6)
@@ -91,11 +91,10 @@ class _Search:
         self.steps: dict[Configuration, Steps] = {}
         self._shares: dict[int, tuple[Share, ...]] = {}
 
-    def look_at(self, configs: Iterable[Configuration], what: str) -> None:
+    def look_at(self, configs: Sequence[Configuration], what: str) -> None:
         """Evaluate configurations by rough plans."""
-        listed = list(configs)
-        for number, config in enumerate(listed):
-            self.say(f"{number} of {len(listed)} {what}")
+        for number, config in enumerate(configs):
+            self.say(f"{number} of {len(configs)} {what}")
             if (refusal := misfit(self.question, config)) is not None:
                 self.refused.append(refusal)
                 continue
@@ -172,7 +171,7 @@ class _Search:
             own = packed.stock if packed and _sizes(packed.config) == _sizes(sizes) else None
             if (stock := setting.by_chunk(own)) is not None:
                 again.append(Baseline(sizes.with_layout(stock.layout), stock))
-        by_chunk = min(filter(None, again), key=lambda each: each.step_us, default=None)
+        by_chunk = min(filter(None, again), key=lambda each: each.stock.step_us, default=None)
         stocks = [None if each is None else each.stock for each in (*firsts, by_chunk)]
         return packed, gain_of(stocks, step_without_shards_us(question, best), best.parts.step_us)
 
@@ -194,7 +193,7 @@ def _packed_us(steps: Steps) -> float:
 def _fastest(tried: list[tuple[Configuration, Steps]], number: int) -> Baseline | None:
     """Return the fastest of all steps with so many causes; None if none fits."""
     each = [Baseline(sizes.with_layout(stock.layout), stock) for sizes, steps in tried if (stock := steps[number]) is not None]
-    return min(each, key=lambda baseline: (baseline.step_us, baseline.config), default=None)
+    return min(each, key=lambda baseline: (baseline.stock.step_us, baseline.config), default=None)
 
 
 def _speed(entry: Judged) -> tuple[float, Configuration]:
@@ -245,11 +244,8 @@ def _context_that_fits(question: Question, config: Configuration) -> int | None:
     context = question.context
     while (context := context // 2) >= config.tensor * config.context:
         shorter = replace(question, context=context, lengths=tuple(min(length, context) for length in question.lengths))
-        refusal = misfit(shorter, config)
-        if refusal is None:
+        if misfit(shorter, config) is None:
             return context
-        if refusal.is_static:
-            return None
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_epp.plan import EppError
@@ -17,55 +18,46 @@ def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
     """
     configs: list[Configuration] = []
     refused: dict[str, str] = {}
-    nets = question.shape(Configuration(1, 1, 1, 1)).delta
-    for tensor in _sizes(question, "tensor", _powers(question.devices)):
-        if why := _tensor_refusal(question, tensor):
-            refused.setdefault(*why)
-            continue
-        for context in _sizes(question, "context", _powers(question.devices // tensor)):
-            if nets is not None and nets.key_heads % (tensor * context):
-                no_share = f"{tensor * context} ranks cannot share key heads of gated delta nets ({nets.key_heads})"
-                refused.setdefault("TP x CP", no_share)
-                continue
-            rest = question.devices // (tensor * context)
-            for pipeline in _sizes(question, "pipeline", [size for size in range(1, rest + 1) if rest % size == 0]):
-                ranks = tensor * context * pipeline
-                if question.devices % ranks:
-                    continue
-                config = Configuration(tensor, context, pipeline, question.devices // ranks)
-                if named := _config_refusal(question, config):
-                    refused.setdefault(*named)
-                    continue
-                spread = _with_experts(question, config)
-                known = [sizes for sizes in spread if not question.measured or sizes.sharing in question.measured]
-                if len(known) < len(spread):
-                    refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
-                shards = question.vocabulary[0] and pipeline > 1
-                even = [replace(sizes, layers=question.even_layers(sizes), shards_vocabulary=shards) for sizes in known]
-                configs += [replace(sizes, latents=choice) for sizes in even for choice in question.open_latents]
+    for config in _grid(question):
+        if named := next(_refusals(question, config), None):
+            refused.setdefault(*named)
+        elif config.devices == question.devices:
+            spread = _with_experts(question, config)
+            known = [sizes for sizes in spread if not question.measured or sizes.sharing in question.measured]
+            if len(known) < len(spread):
+                refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
+            shards = question.vocabulary[0] and config.pipeline > 1
+            even = [replace(sizes, layers=question.even_layers(sizes), shards_vocabulary=shards) for sizes in known]
+            configs += [replace(sizes, latents=choice) for sizes in even for choice in question.open_latents]
     return configs, [Misfit(name, why) for name, why in refused.items()]
 
 
-def _tensor_refusal(question: Question, tensor: int) -> tuple[str, str] | None:
-    """Return the size that rules tensor parallelism out, and the reason; None if it is possible."""
+def _grid(question: Question) -> Iterator[Configuration]:
+    """Yield sizes whose product is the number of devices, or less where they do not divide it."""
+    for tensor in _sizes(question, "tensor", _powers(question.devices)):
+        for context in _sizes(question, "context", _powers(question.devices // tensor)):
+            rest = max(1, question.devices // (tensor * context))
+            for pipeline in _sizes(question, "pipeline", [size for size in range(1, rest + 1) if rest % size == 0]):
+                yield Configuration(tensor, context, pipeline, question.devices // (tensor * context * pipeline))
+
+
+def _refusals(question: Question, config: Configuration) -> Iterator[tuple[str, str]]:
+    """Yield the sizes that rule a configuration out, each with the reason."""
     node, groups = question.cluster.devices_per_node, question.flags.get("num_query_groups")
-    heads = int(question.flags["num_attention_heads"])
+    heads, num_layers = int(question.flags["num_attention_heads"]), int(question.flags["num_layers"])
+    tensor, batch, nets = config.tensor, len(question.lengths), question.shape(Configuration(1, 1, 1, 1)).delta
     if tensor > node:
-        return f"TP above {node}", f"the exchanges of every layer would leave a node of {node} devices"
+        yield f"TP above {node}", f"the exchanges of every layer would leave a node of {node} devices"
     if heads % tensor:
-        return f"TP {tensor}", f"{tensor} ranks cannot share attention heads ({heads})"
+        yield f"TP {tensor}", f"{tensor} ranks cannot share attention heads ({heads})"
     if question.flags.get("group_query_attention") and groups and groups % tensor:
-        return f"TP {tensor}", f"{tensor} ranks cannot share key and value heads ({groups})"
-    return None
-
-
-def _config_refusal(question: Question, config: Configuration) -> tuple[str, str] | None:
-    num_layers, batch = int(question.flags["num_layers"]), len(question.lengths)
-    if config.pipeline > num_layers:
-        return f"PP above {num_layers}", f"there are {num_layers} layers only"
-    if batch % config.data:
-        return f"DP {config.data}", f"a global batch of {batch} does not divide over {config.data} replicas"
-    return None
+        yield f"TP {tensor}", f"{tensor} ranks cannot share key and value heads ({groups})"
+    if nets is not None and nets.key_heads % config.ranks:
+        yield "TP x CP", f"{config.ranks} ranks cannot share key heads of gated delta nets ({nets.key_heads})"
+    if config.devices == question.devices and config.pipeline > num_layers:
+        yield f"PP above {num_layers}", f"there are {num_layers} layers only"
+    if config.devices == question.devices and batch % config.data:
+        yield f"DP {config.data}", f"a global batch of {batch} does not divide over {config.data} replicas"
 
 
 def _with_experts(question: Question, config: Configuration) -> list[Configuration]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.layout import Layout, even_layers
@@ -42,7 +43,7 @@ class Parts:
 
     @property
     def step_us(self) -> float:
-        return float(sum(getattr(self, part.name) for part in fields(self)))
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,13 @@ class Misfit:
     why: str  # reason in words, with numbers
     needed_bytes: int = 0  # sufficient memory; 0 if memory is not the reason
     config: Configuration | None = None  # the configuration; None for a size
-    is_static: bool = False  # True if weights and optimizer alone are too large
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
+class Baseline(NamedTuple):
     """Megatron's own 1F1B at the parallel sizes, and with the layers and virtual stages, that suit it best."""
 
     config: Configuration
     stock: Stock
-
-    @property
-    def step_us(self) -> float:
-        return self.stock.step_us
 
 
 def misfit(question: Question, config: Configuration) -> Misfit | None:
@@ -88,7 +83,7 @@ def misfit(question: Question, config: Configuration) -> Misfit | None:
     static = static_bytes(problem, costs)
     if max(static) > cap:
         why = f"weights and optimizer alone need {format_gib(max(static), cap)} of {format_gib(cap, max(static))}"
-        return Misfit(config.name, why, max(static), config, is_static=True)
+        return Misfit(config.name, why, max(static), config)
     try:
         try:
             estimate_us(problem, costs, question.options)
@@ -108,9 +103,7 @@ def shares_by_work(question: Question, config: Configuration) -> tuple[Share, ..
     work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
     alone = tuple((replica,) for replica in range(config.data))
     by_work = divide(problem, costs, alone, lambda problems: sum(map(work_us.__getitem__, problems[0].lengths)), tries=0)
-    shares = by_work.shares
-    loads_us = _loads_us(question, config, shares)
-    return tuple(shares[r] for r in sorted(range(config.data), key=lambda r: (-loads_us[r], r)))
+    return tuple(by_work.shares[r] for r in sorted(range(config.data), key=lambda r: (-by_work.makespan_us[r], r)))
 
 
 def _loads_us(question: Question, config: Configuration, shares: Sequence[Share]) -> list[float]:

@@ -61,10 +61,6 @@ class Configuration:
         return sum(size > 1 for size in sizes) + self.shards_vocabulary
 
     @property
-    def num_stages(self) -> int:
-        return self.pipeline * self.virtual
-
-    @property
     def stages(self) -> Layout:
         """Layers of the stages and their ranks."""
         placement = Placement(self.placement, self.pipeline, self.virtual)
@@ -172,14 +168,12 @@ class Question:
     def rates(self) -> Rates:
         return self.cluster.linked(self.devices)
 
-    def profile(self, config: Configuration) -> Profile:
-        """Profile measured with the configuration's sizes, or by formula if there is none."""
-        measured = self.measured.get(config.sharing)
-        return profile_for(measured, self.shape(config), self.rates).training(self.trained_share)
-
     def costs(self, config: Configuration) -> PipelineCosts:
-        """Costs of every stage of the configuration, including device memory in addition to the tensors that autograd keeps."""
-        profile = self.profile(config)
+        """Costs of every stage, from the profile measured with the configuration's sizes, by formula if there is none.
+
+        They include device memory in addition to the tensors that autograd keeps.
+        """
+        profile = profile_for(self.measured.get(config.sharing), self.shape(config), self.rates).training(self.trained_share)
         sizes = {"data_parallel_size": config.data} | self._expert_sizes(config)
         optimizer = OptimizerBytes.of_flags(self.flags | config.settings(self.flags) | sizes, profile.weight_bytes)
         return profile.costs_on_device(config.stages, optimizer, config.data)
@@ -202,7 +196,7 @@ class Question:
         return ("off", "on") if is_open else ("",)
 
     def even_layers(self, config: Configuration) -> tuple[int, ...]:
-        return even_layers(int(self.flags["num_layers"]), config.num_stages)
+        return even_layers(int(self.flags["num_layers"]), config.pipeline * config.virtual)
 
     def sample(self, config: Configuration, share: Iterable[int]) -> Sample:
         """Return the input of the search for a layout, with the other sizes of a configuration and a replica's share."""

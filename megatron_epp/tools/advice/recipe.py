@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import textwrap
 from typing import Any
 
 from megatron_epp.cost.optimizer import FLAGS as OPTIMIZER_FLAGS
@@ -18,7 +19,7 @@ _KINDS = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_t
 _SIZES = ("sequence_parallel", *(f"{kind}_parallel_size" for kind in _KINDS))
 _OF_FP8 = ("fp8_format", "fp8_recipe")
 _EXAMPLES = {"train_iters": 1000, "lr": 1e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "clip_grad": 1.0, "eval_iters": 0}
-_WIDTH = 112  # characters of a line of flags
+_WIDTH = 113  # characters of a line of flags
 _OURS_TO_SAY = """\
 # Sizes are those that `megatron-epp advise` found best for {lengths}, in batches of {batch}.
 # Learning rate, iterations and folders are examples: set your own.{defaults}
@@ -76,13 +77,9 @@ def flags_text(question: Question, config: Configuration) -> str:
 
 def command_text(settings: dict[str, Any]) -> str:
     """Format flags, whose names have underscores, for a command line, over several lines."""
-    lines = [""]
-    for name, value in settings.items():
-        flag = shlex.join(flag_words({name: value}))
-        if len(lines[-1]) + len(flag) > _WIDTH:
-            lines.append("")
-        lines[-1] = " ".join(filter(None, (lines[-1], flag)))
-    return " \\\n".join(lines)
+    flags = (shlex.join(flag_words({name: value})).replace(" ", "\xa0") for name, value in settings.items())
+    lines = textwrap.wrap(" ".join(filter(None, flags)), _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(lines).replace("\xa0", " ")
 
 
 def recipe_text(question: Question, config: Configuration, model: str | None, lengths: str) -> str:

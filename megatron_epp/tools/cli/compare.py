@@ -60,7 +60,7 @@ example: 512 documents like Wikipedia's on eight stages, and a picture of all pl
 one planner of a paper against ours
   megatron-epp compare --lengths 9000,4000,800,800 --planner greedy --planner zb-v
 """
-_IN_ROWS = {"1f1b-packed": "rows of", "1f1b-padded": "rows of"}
+_IN_ROWS = ("1f1b-packed", "1f1b-padded")
 """Planners that fill rows of whole sequences up to `context`, which is their size."""
 _MOST_SIZES = 5  # most packing sizes that are tried for a planner
 _MOST_ACTIONS = 1 << 15
@@ -233,8 +233,8 @@ def _gain(batch: Batch) -> StockGain:
 def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
     lengths, entries = batch.lengths, batch.entries
     lines = [f"{batch.name}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
-    sizes = [("own" if entry.size is None else f"{entry.size:,}",) for entry in entries]
-    lines.append(comparison([(entry.planner, entry.plan) for entry in entries], ("size",), sizes))
+    sizes = ("own" if entry.size is None else f"{entry.size:,}" for entry in entries)
+    lines.append(comparison([(entry.planner, entry.plan, size) for entry, size in zip(entries, sizes, strict=True)]))
     lines.append("size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit")
     for is_so, what, flag in (
         ("splits_weight", "weight gradients are split off in", "--split-weight in all"),
@@ -267,8 +267,8 @@ def _row(batch: Batch, entry: Entry, gain: StockGain) -> dict[str, Any]:
         "makespan_over_best": predicted.makespan_us / min(other.makespan_us for other in batch.entries),
         "lower_bound_us": predicted.lower_bound_us,
         "bubble_fraction": predicted.bubble_fraction,
-        "peak_bytes": list(predicted.peak_bytes),
-        "cap_bytes": list(entry.plan.cap_bytes),
+        "peak_bytes": predicted.peak_bytes,
+        "cap_bytes": entry.plan.cap_bytes,
         "recompute_share": recompute_share(entry.plan),
         "chunks": len(entry.plan.chunks),
     }

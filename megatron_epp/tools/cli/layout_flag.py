@@ -113,9 +113,13 @@ def chosen_layout(
         args.split_weight = args.split_weight in (True, "on")
         return Chosen(_of_stages(args, source, pipeline_ranks(args)))
     with nullcontext() if args.costs is None else naming_file(f"--costs {args.costs}"):
-        sample = _sample(args, source, num_layers, batches, planners or [args.planner])
+        named = text not in (None, AUTO, EVEN, BALANCED)
+        own = _given(args, num_layers) if named else even(num_layers, pipeline_ranks(args))
+        if pattern_of(flags) and not own.is_whole:
+            raise EppError(f"--layout {text} cuts layers, and those of a hybrid model have one part: give whole layers")
+        sample = _sample(args, source, own, batches, planners or [args.planner])
         lengths = tuple(chain.from_iterable(batches))
-        layouts = [_of_text(args, source, num_layers, lengths, shards=shards) for shards in sample.vocabulary]
+        layouts = [_of_text(args, source, own, lengths, shards=shards) for shards in sample.vocabulary]
         kind = BALANCED if text is None else text if text in (EVEN, BALANCED) else ""
         is_greedy = all(map(begins_with_greedy, planners or [args.planner]))
         searches = text == AUTO or (text is None and is_greedy)
@@ -151,34 +155,18 @@ def _whole_logits(args: argparse.Namespace, source: Profile, longest: int) -> Wh
     return WholeLogits(lambda layout: costs_by(whole, profile, layout), args.context or longest)
 
 
-def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]) -> Layout:
-    """Return balanced layers at the placement of a schedule; its own layout if its layers cannot be moved."""
-    source, num_layers = costs_source(args, max(lengths))
-    if not layout.is_movable or not isinstance(source, Profile):
-        return layout
-    ranks = layout.placement.rank_of
-    layers = balanced_layers(source, num_layers, len(ranks), lengths, ranks, shards_vocabulary=layout.shards_vocabulary)
-    return Layout.of_layers(layers, layout.placement, shards_vocabulary=layout.shards_vocabulary)
-
-
-def _of_text(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: tuple[int, ...], *, shards: bool) -> Layout:
-    ranks = pipeline_ranks(args)
-    if args.layout not in (None, AUTO, EVEN, BALANCED):
-        layout = _given(args, num_layers)
-        if pattern_of(flags_of(args)) and not layout.is_whole:
-            raise EppError(f"--layout {args.layout} cuts layers, and those of a hybrid model have one part: give whole layers")
-        return replace(layout, shards_vocabulary=layout.shards_vocabulary or shards)
-    layers = even_layers(num_layers, ranks)
-    if args.layout != EVEN:
-        layers = balanced_layers(profile, num_layers, ranks, lengths, shards_vocabulary=shards)
-    return Layout.of_layers(layers, Placement("looped", ranks, 1), shards_vocabulary=shards)
+def _of_text(args: argparse.Namespace, profile: Profile, own: Layout, lengths: tuple[int, ...], *, shards: bool) -> Layout:
+    """Return balanced layers at the ranks of `own`, or `own` itself where the flag says its layers."""
+    if args.layout not in (None, AUTO, BALANCED):
+        return replace(own, shards_vocabulary=own.shards_vocabulary or shards)
+    layers = balanced_layers(profile, own.num_layers, own.placement.num_ranks, lengths, shards_vocabulary=shards)
+    return Layout.of_layers(layers, own.placement, shards_vocabulary=shards)
 
 
 def _sample(
-    args: argparse.Namespace, profile: Profile, num_layers: int, batches: Sequence[tuple[int, ...]], planners: Sequence[str]
+    args: argparse.Namespace, profile: Profile, own: Layout, batches: Sequence[tuple[int, ...]], planners: Sequence[str]
 ) -> Sample:
     """Return what a search needs. Raises `EppError` if the vocabulary is to be divided over one rank."""
-    own = even(num_layers, pipeline_ranks(args)) if args.layout in (None, AUTO, EVEN, BALANCED) else _given(args, num_layers)
     may_search, is_one = all(map(begins_with_greedy, planners)), own.placement.num_ranks == 1
     if args.vocab_parallel == "on" and is_one:
         raise EppError("--vocab-parallel on divides the vocabulary over pipeline ranks, and --stages is 1: leave it out")
@@ -186,7 +174,7 @@ def _sample(
     return Sample(
         problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),
         costs_of=lambda layout: costs_by(args, profile, layout),
-        num_layers=num_layers,
+        num_layers=own.num_layers,
         options=options_from(args, planner=planners[0] if len(planners) == 1 else "greedy"),
         placements=() if may_search else (own.placement,),
         vocabulary={"off": (False,), "on": (True,), AUTO: either}[args.vocab_parallel],

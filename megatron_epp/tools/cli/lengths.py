@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from itertools import batched
 from pathlib import Path
 
 import numpy as np
@@ -45,35 +46,26 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
 
 
 def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
-    if is_distribution(args.lengths):
-        size = args.batch_size or _DRAWN
-        return drawn(sampled(args.lengths, args, size), size, args.seed)
-    lengths = sampled(args.lengths, args)
-    _tell_if_fewer(args.lengths, lengths, args.batch_size or 0)
-    return lengths[: args.batch_size]
+    return _batches_of(args.lengths, args, 1)[0][1]
 
 
 def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
-    batches = []
-    for source in args.lengths:
-        size = args.batch_size
-        count = _DRAWN if size is None else size * args.batches
-        lengths = sampled(source, args, count)
-        if is_distribution(source):
-            lengths = drawn(lengths, count, args.seed)
-        if size is None:
-            batches.append((source, lengths))
-            continue
-        _tell_if_fewer(source, lengths, count)
-        for number in range(min(args.batches, -(-len(lengths) // size))):
-            part = lengths[number * size : (number + 1) * size]
-            batches.append((f"{source}[{number * size}:{number * size + len(part)}]", part))
-    return batches
+    """Return the batches of all sources, each with a name."""
+    return [batch for source in args.lengths for batch in _batches_of(source, args, args.batches)]
 
 
-def _tell_if_fewer(source: str, lengths: tuple[int, ...], asked: int) -> None:
-    if len(lengths) < asked:
-        tell(f"{PROGRAM}: warning: --lengths {brief(source)} has {len(lengths):,} sequences, and {asked:,} are asked for")
+def _batches_of(source: str, args: argparse.Namespace, most: int) -> list[tuple[str, tuple[int, ...]]]:
+    size = args.batch_size
+    count = _DRAWN if size is None else size * most
+    lengths = sampled(source, args, count)
+    if is_distribution(source):
+        lengths = drawn(lengths, count, args.seed)
+    if size is None:
+        return [(source, lengths)]
+    if len(lengths) < count:
+        tell(f"{PROGRAM}: warning: --lengths {brief(source)} has {len(lengths):,} sequences, and {count:,} are asked for")
+    parts = enumerate(batched(lengths[:count], size))
+    return [(f"{source}[{number * size}:{number * size + len(part)}]", part) for number, part in parts]
 
 
 def is_distribution(source: str) -> bool:

@@ -120,9 +120,8 @@ def _command(name: str) -> Command:
 
 def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     known = [_command(name) for name in names]
-    names, below = {command.name: f"  {command.name:<10} " for command in known if command.name in _LISTED}, " " * 13
-    purposes = ((names[command.name], command.purpose) for command in known if command.name in names)
-    listed = [textwrap.fill(text, help_width(), initial_indent=name, subsequent_indent=below) for name, text in purposes]
+    rows = (f"  {command.name:<10} {command.purpose}" for command in known if command.name in _LISTED)
+    listed = [textwrap.fill(row, help_width(), subsequent_indent=" " * 13) for row in rows]
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND [options]",

@@ -8,7 +8,7 @@ import math
 import os
 import platform
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_epp.launch.machine import cpu_name, version_of
 from megatron_epp.mcore.arguments.flag import WHOLE
@@ -21,11 +21,6 @@ from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import Profile
 from megatron_epp.tools.formulas.profile_fit import fit_profile
 from megatron_epp.tools.report.text import table
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatron_epp.tools.machine.profiling import Grid
 
 
 def add_arguments(parser: Parser) -> None:
@@ -67,25 +62,17 @@ def _by_formula(shape: ModelShape, cluster: Cluster) -> Profile:
 
 
 def _measured(args: argparse.Namespace, shape: ModelShape) -> Profile:
+    """Measure one rank's share of a model's parts and the link between two ranks, and fit a profile."""
     import torch
 
-    from megatron_epp.tools.machine.profiling import Grid
+    from megatron_epp.runtime.links.processes import measure_link
+    from megatron_epp.tools.machine.profiling import Grid, measure
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     usual = Grid.of(device)
     grid = Grid(args.tokens or usual.tokens, usual.prefixes if args.prefixes is None else args.prefixes)
-    return measure_profile(shape, device, grid)
-
-
-def measure_profile(shape: ModelShape, device: torch.device, grid: Grid) -> Profile:
-    """Measure one rank's share of a model's parts and the link between two ranks, and fit a profile."""
-    import torch
-
-    from megatron_epp.runtime.links.processes import measure_link
-    from megatron_epp.tools.machine.profiling import measure
-
     now = ["starting"]
     with progress("profiling", lambda: now[0]):
         points = measure(shape, device, grid, lambda kind: now.append(now.pop() and kind))

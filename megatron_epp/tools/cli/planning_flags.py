@@ -238,6 +238,4 @@ def _rates(args: argparse.Namespace) -> Rates:
         if args.attention_kernel is not None:
             raise EppError("--attention-kernel is of a --cluster of H100s or H200s: name one, or leave it out")
         return RATES[args.rates or "h100"]
-    if args.devices is None:
-        return cluster.rates
-    return cluster.linked(args.devices)
+    return cluster.rates if args.devices is None else cluster.linked(args.devices)

@@ -18,22 +18,23 @@ from megatron_epp.mcore.data.encoders import BYTES, Encoder, chat_encoder, megat
 from megatron_epp.mcore.data.inputs import SUFFIXES
 from megatron_epp.mcore.data.prepare import prepare, refuse_existing
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_of, flag_words
 from megatron_epp.tools.cli.terminal import Command, Parser, progress, say
 
-# Flags and, where it differs, the field of Megatron's TokenizerConfig that each sets.
+# Flags by name and, where it differs, the field of Megatron's TokenizerConfig that each sets.
 _TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
-    "--tokenizer-type": {"metavar": "NAME", "help": "HuggingFaceTokenizer, SentencePieceTokenizer, ... (default: bytes)"},
-    "--tokenizer-model": {"metavar": "NAME|FILE", "help": "name of a Hugging Face model, or file or folder of the tokenizer"},
-    "--vocab-file": {"metavar": "FILE", "help": "vocabulary of GPT2BPETokenizer and its kin"},
-    "--merge-file": {"metavar": "FILE", "help": "merges of GPT2BPETokenizer and its kin"},
-    "--vocab-size": {"metavar": "N", "type": COUNT}
+    "tokenizer_type": {"metavar": "NAME", "help": "HuggingFaceTokenizer, SentencePieceTokenizer, ... (default: bytes)"},
+    "tokenizer_model": {"metavar": "NAME|FILE", "help": "name of a Hugging Face model, or file or folder of the tokenizer"},
+    "vocab_file": {"metavar": "FILE", "help": "vocabulary of GPT2BPETokenizer and its kin"},
+    "merge_file": {"metavar": "FILE", "help": "merges of GPT2BPETokenizer and its kin"},
+    "vocab_size": {"metavar": "N", "type": COUNT}
     | {"help": "vocabulary size of NullTokenizer, whose text is ids, and TikTokenizer"},
-    "--tiktoken-pattern": {"metavar": "NAME", "help": "pattern of TikTokenizer"},
-    "--tokenizer-special-tokens": {"metavar": "TOKEN", "nargs": "+", "dest": "special_tokens"}
+    "tiktoken_pattern": {"metavar": "NAME", "help": "pattern of TikTokenizer"},
+    "tokenizer_special_tokens": {"metavar": "TOKEN", "nargs": "+", "dest": "special_tokens"}
     | {"help": "special tokens to add to the tokenizer"},
-    "--tokenizer-hf-no-include-special-tokens": {"action": "store_true"}
+    "tokenizer_hf_no_include_special_tokens": {"action": "store_true"}
     | {"help": "leave out what a Hugging Face tokenizer puts around every text"},
-    "--trust-remote-code": {"action": "store_true", "help": "run code that comes with a Hugging Face tokenizer"},
+    "trust_remote_code": {"action": "store_true", "help": "run code that comes with a Hugging Face tokenizer"},
 }
 
 
@@ -44,26 +45,20 @@ def add_tokenizer_arguments(parser: ArgumentParser) -> None:
         "the tokenizer of the model to train, by the flags of its training; without any, tokens are bytes (0-255, and 256 ends "
         "a document), for models of bytes",
     )
-    for flag, settings in _TOKENIZER_FLAGS.items():
+    for name, settings in _TOKENIZER_FLAGS.items():
         unsaid = "" if "default" in settings["help"] else " (default: none)"
-        group.add_argument(flag, default=None, **settings | {"help": settings["help"] + unsaid})
+        group.add_argument(flag_of(name), default=None, **settings | {"help": settings["help"] + unsaid})
 
 
 def encoder_from(args: Namespace) -> Encoder:
     """Return the encoder that the flags of `add_tokenizer_arguments` name; byte-level if none is given."""
-    values: dict[str, object] = {}
-    flags: list[str] = []
-    for flag, settings in _TOKENIZER_FLAGS.items():
-        field = settings.get("dest", flag.removeprefix("--").replace("-", "_"))
-        value = getattr(args, field)
-        if value is not None:
-            values[field] = value
-            flags += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
-    if not values:
+    fields = {name: settings.get("dest", name) for name, settings in _TOKENIZER_FLAGS.items()}
+    named = {name: value for name, field in fields.items() if (value := getattr(args, field)) is not None}
+    if not named:
         return BYTES
     if args.tokenizer_type is None:
-        raise EppError(f"{flags[0]} needs --tokenizer-type")
-    return megatron_encoder(values, shlex.join(flags))
+        raise EppError(f"{flag_of(next(iter(named)))} needs --tokenizer-type")
+    return megatron_encoder({fields[name]: value for name, value in named.items()}, shlex.join(flag_words(named)))
 
 
 def add_arguments(parser: Parser) -> None:

@@ -9,8 +9,11 @@ from dataclasses import replace
 
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.planners import PLANNERS, PlannerEntry
-from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, balanced_at, chosen_layout
+from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, chosen_layout
+from megatron_epp.tools.cli.planning_flags import costs_source
 from megatron_epp.tools.cli.terminal import Command, help_width, say
+from megatron_epp.tools.formulas import Profile
+from megatron_epp.tools.formulas.library import balanced_layers
 from megatron_epp.tools.report.text import table
 
 ALL = "all"
@@ -20,31 +23,30 @@ uses: W, gradients of weights as actions of their own; offload, copies to host m
 _COMPARE = "`megatron-epp compare --planner NAME` (several, or all) compares them for your batch, model and cap."
 
 
-def layout_for(planner: str, layout: Layout) -> Layout:
-    """Return the layout with which a planner can plan: the given one, or even layers at the placement of its schedule.
-
-    Raises `EppError` if there are more stages than layers, or the schedule needs another division of them.
-    """
-    entry = PLANNERS.entry(planner)
-    if entry is None or entry.fixed is None:
-        return layout
-    placement = layout.placement
-    fixed_layout = entry.fixed.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
-    if fixed_layout.placement.rank_of == placement.rank_of:
-        return layout
-    return replace(fixed_layout, shards_vocabulary=layout.shards_vocabulary and fixed_layout.is_movable)
-
-
 def usual() -> list[str]:
     """Return the planners that `compare` runs by default: they take the layout as it is, and their plans can run."""
     return sorted(name for name, entry in PLANNERS.entries().items() if entry.fixed is None and not entry.lacks)
 
 
 def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: Sequence[int]) -> Layout:
-    """Return the chosen layout as a planner needs it (`layout_for`), balanced where the chosen one is."""
-    layout = layout_for(planner, chosen.layout)
-    was_chosen = chosen.kind == BALANCED or chosen.choice is not None
-    return balanced_at(args, layout, lengths) if was_chosen and layout != chosen.layout else layout
+    """Return the layout with which a planner can plan: the chosen one, or layers at the placement of its schedule.
+
+    These are balanced where the chosen ones are and layers can be moved, else even. Raises `EppError` if there are more stages
+    than layers, or the schedule needs another division of them.
+    """
+    entry, layout, placement = PLANNERS.entry(planner), chosen.layout, chosen.layout.placement
+    if entry is None or entry.fixed is None:
+        return layout
+    fixed = entry.fixed.layout(layout.num_layers, placement.num_ranks, placement.num_chunks)
+    ranks, shards = fixed.placement.rank_of, layout.shards_vocabulary and fixed.is_movable
+    if ranks == placement.rank_of:
+        return layout
+    if fixed.is_movable and (chosen.kind == BALANCED or chosen.choice is not None):
+        source, num_layers = costs_source(args, max(lengths))
+        if isinstance(source, Profile):
+            layers = balanced_layers(source, num_layers, len(ranks), lengths, ranks, shards_vocabulary=shards)
+            return Layout.of_layers(layers, fixed.placement, shards_vocabulary=shards)
+    return replace(fixed, shards_vocabulary=shards)
 
 
 def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:
@@ -61,12 +63,8 @@ def run(_: argparse.Namespace) -> int:
         summary = f"{entry.summary} ({entry.source})" + "; planned, not run" * bool(entry.lacks)
         rows.append([name, _stages(entry), ", ".join(uses), summary])
     lines = table(("planner", "stages", "uses", "what it does"), rows, left=range(4))
-    column = lines[0].index("what it does")
-    wrapped = [
-        row
-        for line in lines
-        for row in textwrap.wrap(line[column:], help_width() - 2, initial_indent=line[:column], subsequent_indent=" " * column)
-    ]
+    below = " " * lines[0].index("what it does")
+    wrapped = [row for line in lines for row in textwrap.wrap(line, help_width() - 2, subsequent_indent=below)]
     lacking = [f"{name} is planned, not run: training lacks {entry.lacks}." for name, entry in entries.items() if entry.lacks]
     say("\n".join([*wrapped, "", _LEGEND, "", *lacking, "", _COMPARE]))
     return 0

@@ -80,8 +80,7 @@ def quietly() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(level)

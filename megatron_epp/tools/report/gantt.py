@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.action import Op
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.measured import COMPUTE, COPY, Box, Measured, far_from, measured_boxes, planned_boxes
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
@@ -42,6 +42,7 @@ _TEXT_POINTS = (8.0, 5.0)
 _MANY_SECONDS = 10  # seconds of an iteration from which its time axis is in seconds
 _ROOMY_PIXELS = 10  # average width of a box, in pixels, above which white edges are distinguishable from bubbles
 _WHOLE_STRENGTH, _SLICE_STRENGTH = 0.4, 1.0  # strength of the colours of chunks of whole sequences, and of chunks with a slice
+_KINDS = {_SLICE_STRENGTH: "slice of a long sequence", _WHOLE_STRENGTH: "whole sequences"}
 _MEMORY_WIDTH_INCHES, _MEMORY_DPI = 14.0, 120
 _STATIC = ("#114455", "#EEBB88", "#666633", "#99DDCC", "#663333", "#BBDDFF", "#443300", "#889955")
 """Colours of static items, in their order: dull ones, dark and light by turns."""
@@ -191,7 +192,7 @@ def _draw_memory(axis: Axes, timeline: Timeline) -> None:
 
 def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:
     """Draw bars per rank and stream, chunk numbers in wide boxes, and recompute at the beginning of its backward."""
-    recompute, shades = recompute_in_backward(plan), Shades(plan)
+    recompute, strengths = recompute_in_backward(plan), strengths_of(plan)
     pixels_per_us = WIDTH_INCHES * DPI * 0.93 / longest_us
     edge = 0.4 if pixels_per_us * sum(box.end_us - box.start_us for box in boxes) > _ROOMY_PIXELS * len(boxes) else 0.0
     copies = any(box.stream == COPY for box in boxes)
@@ -199,15 +200,16 @@ def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) 
     for rank in range(plan.num_ranks):
         top = rank - _LANE / 2
         compute = [box for box in boxes if box.rank == rank and box.stream == COMPUTE]
-        _bars(axis, compute, [shades.colour(box.action) for box in compute], (top, lane), f"rank {rank} {COMPUTE}", edge)
+        shades = [tint(operation(box.action.op).colour, strengths[box.action.chunk]) for box in compute]
+        _bars(axis, compute, shades, (top, lane), f"rank {rank} {COMPUTE}", edge)
         again_us = [recompute.get(box.action, 0.0) * (box.end_us - box.start_us) for box in compute]
         fronts = [
             box._replace(end_us=box.start_us + time_us) for box, time_us in zip(compute, again_us, strict=True) if time_us
         ]
         _bars(axis, fronts, [operation(Op.R).colour] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
-        for box, time_us in zip(compute, again_us, strict=True):
+        for box, shade, time_us in zip(compute, shades, again_us, strict=True):
             free = box._replace(start_us=box.start_us + time_us)
-            _number(axis, plan, free, shades.colour(box.action), top + lane / 2, pixels_per_us)
+            _number(axis, plan, free, shade, top + lane / 2, pixels_per_us)
         if copies:
             moved = [box for box in boxes if box.rank == rank and box.stream == COPY]
             colours = [operation(box.action.op).colour for box in moved]
@@ -244,11 +246,11 @@ def label_time(axis: Axes, longest_us: float) -> None:
 def draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
     """Draw the legend below a picture of lanes: the operations of the plans, in the colours of their boxes."""
     present = {a.op for plan in plans for _, table in plan.tables for row in table for step in row for a in step.actions}
-    kinds = {kind for plan in plans for kind in Shades(plan).kinds()}
+    kinds = sorted({strength for plan in plans for strength in strengths_of(plan)}, reverse=True)
     entries = []
     for kind in operations():
         if kind.op in present:
-            shaded = [(tint(kind.colour, strength), f"{kind.text}, {text}") for strength, text in sorted(kinds, reverse=True)]
+            shaded = [(tint(kind.colour, strength), f"{kind.text}, {_KINDS[strength]}") for strength in kinds]
             is_shaded = kind.track is Track.COMPUTE and len(kinds) > 1
             entries += shaded if is_shaded else [(kind.colour, kind.text)]
     if any(map(recompute_in_backward, plans)):
@@ -263,20 +265,9 @@ def draw_entries(figure: Figure, entries: Iterable[tuple[str, str]], num_columns
     figure.legend(handles=handles, loc="outside lower center", ncols=num_columns, fontsize=9, frameon=False)
 
 
-class Shades:
-    """Colour of every action of a plan: hue by operation, strength by the kind of chunk."""
-
-    def __init__(self, plan: Plan) -> None:
-        sliced = [chunk.slice_of(plan.lengths) is not None for chunk in plan.chunks]
-        self.strengths = [_SLICE_STRENGTH if has_slice else _WHOLE_STRENGTH for has_slice in sliced]  # of each chunk's actions
-
-    def colour(self, action: Action) -> str:
-        return tint(operation(action.op).colour, self.strengths[action.chunk])
-
-    def kinds(self) -> list[tuple[float, str]]:
-        """Strength and meaning of the kinds of chunks that the plan has."""
-        texts = {_SLICE_STRENGTH: "slice of a long sequence", _WHOLE_STRENGTH: "whole sequences"}
-        return [(strength, text) for strength, text in texts.items() if strength in self.strengths]
+def strengths_of(plan: Plan) -> list[float]:
+    """Strength of the colour of every chunk's actions: the hue is by operation, the strength by the kind of chunk."""
+    return [_WHOLE_STRENGTH if chunk.slice_of(plan.lengths) is None else _SLICE_STRENGTH for chunk in plan.chunks]
 
 
 def tint(colour: str, strength: float) -> str:
@@ -322,9 +313,6 @@ def _draw_items(axis: Axes, breakdown: MemoryBreakdown, rank: int, colours: Mapp
     moments = {round(moment.time_us, 3): moment.items for moment in breakdown.moments(rank)}
     times_ms = [*(time_us / 1e3 for time_us in moments), breakdown.timeline.makespan_us / 1e3]
     items = [*moments.values()]
-    items.append(items[-1])
-    base = [0.0] * len(items)
-    for name, colour in colours.items():
-        top = [low + entry.get(name, 0) / size for low, entry in zip(base, items, strict=True)]
-        axis.fill_between(times_ms, base, top, step="post", facecolor=colour, linewidth=0, label=f"_{name}")
-        base = top
+    heights = [[entry.get(name, 0) / size for entry in (*items, items[-1])] for name in colours]
+    labels = [f"_{name}" for name in colours]
+    axis.stackplot(times_ms, heights, labels=labels, colors=[*colours.values()], step="post", linewidth=0)

@@ -80,10 +80,10 @@ def headline(plan: Plan) -> list[str]:
     predicted = plan.predicted
     peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True), key=lambda pair: pair[0] / max(pair[1], 1))
     above = predicted.makespan_us / predicted.lower_bound_us - 1 if predicted.lower_bound_us else 0.0
-    mode = ", forward only" if plan.forward_only else ""
+    mode, layers = ", forward only" * plan.forward_only, sum(plan.num_layers) + sum(plan.half_layers) / 2
     return [
         f"plan {digest(plan)[:12]}: planner {printable(plan.planner)}, costs {printable(plan.costs)}, "
-        f"{plan.num_stages} stages on {plan.num_ranks} ranks, {_num_layers(plan)} layers{mode}",
+        f"{plan.num_stages} stages on {plan.num_ranks} ranks, {layers:g} layers{mode}",
         f"{batch_text(plan)}, {plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
         f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
         f"bubble {predicted.bubble_fraction:.1%}, recompute {recompute_share(plan):.1%}, "
@@ -91,11 +91,6 @@ def headline(plan: Plan) -> list[str]:
         *_memory_savings(plan),
         *(f"note: {printable(note)}" for note in plan.notes),
     ]
-
-
-def _num_layers(plan: Plan) -> str:
-    """Format the number of layers of all stages; two halves are one."""
-    return str(sum(plan.num_layers) + sum(plan.half_layers) // 2) + ".5" * (sum(plan.half_layers) % 2)
 
 
 def _memory_savings(plan: Plan) -> list[str]:
@@ -183,16 +178,12 @@ def _segments(segments: Sequence[Segment], plan: Plan) -> str:
     return " ".join(texts)
 
 
-def comparison(
-    plans: Sequence[tuple[str, Plan | None]], settings: Sequence[str] = (), values: Sequence[Sequence[str]] = ()
-) -> str:
-    """Table with one line per plan, None where there is none, and more columns of `settings`, with a row of values for each."""
-    if not plans:
-        return "no plans to compare"
-    header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks", *settings)
-    best_us = min((plan.predicted.makespan_us for _, plan in plans if plan is not None), default=0.0)
+def comparison(plans: Sequence[tuple[str, Plan | None, str]]) -> str:
+    """Table with one line per plan, None where there is none; the last of each is the size of its chunks or rows."""
+    header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks", "size")
+    best_us = min((plan.predicted.makespan_us for _, plan, _ in plans if plan is not None), default=0.0)
     rows = []
-    for (name, plan), setting in zip(plans, values or [()] * len(plans), strict=True):
+    for name, plan, size in plans:
         if plan is None:
             rows.append([name, "no plan", *["-"] * (len(header) - 2)])
             continue
@@ -201,7 +192,7 @@ def comparison(
         ratio = predicted.makespan_us / best_us if best_us else 1.0
         figures = [format_us(predicted.makespan_us), f"{ratio:.3f}", f"{predicted.bubble_fraction:.1%}"]
         memory = [format_bytes(peak, cap), format_cap(cap, peak), f"{recompute_share(plan):.1%}"]
-        rows.append([name, *figures, *memory, str(len(plan.chunks)), *setting])
+        rows.append([name, *figures, *memory, str(len(plan.chunks)), size])
     return "\n".join(table(header, rows))
 
 

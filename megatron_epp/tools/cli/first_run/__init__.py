@@ -9,15 +9,17 @@ import re
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_epp.launch.machine import count_gpus, machine
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.reading import nearest
 from megatron_epp.plan.writing import write_text
 from megatron_epp.plan.yaml_files import shipped
 from megatron_epp.tools.cli.first_run import checks
 from megatron_epp.tools.cli.first_run.gain import gain
-from megatron_epp.tools.cli.first_run.launch import example_launch, read_launch
+from megatron_epp.tools.cli.first_run.launch import read_launch
 from megatron_epp.tools.cli.first_run.outcome import FAILED, REDUCED, MachineCheck, Outcome, Setting, verdict
 from megatron_epp.tools.cli.first_run.race import race
 from megatron_epp.tools.cli.first_run.training import parity
@@ -81,8 +83,6 @@ STEPS = (
     ),
 )
 _FOLDER = "runs/first-run"
-_EXAMPLE_SIZES = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-"""Sizes for users who give no launch command: a pipeline on a node of eight GPUs."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -155,25 +155,26 @@ def _write(setting: Setting, done: dict[str, Outcome]) -> None:
 def _setting(args: argparse.Namespace) -> Setting:
     num_gpus, here = count_gpus(), machine()
     is_reduced = args.reduced or not num_gpus
-    words = args.launch or example_launch(_example_flags(args.model, is_reduced), 2 if is_reduced else 8)
     return Setting(
         folder=Path(args.output),
         machine=here,
         num_gpus=num_gpus,
         is_reduced=is_reduced,
-        num_ranks=num_gpus or 4,
-        launch=read_launch(words),
+        launch=read_launch(args.launch or _example_launch(args.model, is_reduced)),
         has_launch=bool(args.launch),
         cluster=load_cluster(args.cluster or _cluster_of(here, num_gpus, bool(args.launch))),
         lengths_from=args.lengths,
     )
 
 
-def _example_flags(model: str | None, is_reduced: bool) -> dict[str, object]:
-    flags = load_flags(model or ("tiny-gpt" if is_reduced else "llama3-8b"))
+def _example_launch(model: str | None, is_reduced: bool) -> list[str]:
+    """Return a launch command for users who give none: a pipeline on a node of eight GPUs, or if reduced of two processes."""
+    sizes: dict[str, Any] = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    sizes |= {"seq_length": 32768, "global_batch_size": 64}
     if is_reduced:
-        return flags | {"pipeline_model_parallel_size": 2, "seq_length": 4096, "global_batch_size": 16}
-    return flags | _EXAMPLE_SIZES | {"seq_length": 32768, "global_batch_size": 64}
+        sizes = {"pipeline_model_parallel_size": 2, "seq_length": 4096, "global_batch_size": 16}
+    flags = load_flags(model or ("tiny-gpt" if is_reduced else "llama3-8b")) | sizes
+    return ["torchrun", "--nproc-per-node", "2" if is_reduced else "8", "pretrain_gpt.py", *flag_words(flags)]
 
 
 def _cluster_of(here: str, num_gpus: int, has_launch: bool) -> str:

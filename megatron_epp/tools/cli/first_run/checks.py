@@ -12,10 +12,6 @@ from megatron_epp.tools.cli.first_run.outcome import SKIPPED, Outcome, Setting
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.report.text import format_us, table
 
-_WIDTHS = {True: 16384, False: 64}
-"""fp32 values of a token in a message of the queue check, with GPUs, where the largest has about 60 MB, and without."""
-_LIMIT_S = {True: 60.0, False: 30.0}  # seconds without progress after which a message counts as stuck
-
 
 def doctor(setting: Setting) -> Outcome:
     findings = list(look())
@@ -34,8 +30,9 @@ def links(setting: Setting) -> Outcome:
     from megatron_epp.runtime.links.processes import measure_link
     from megatron_epp.tools.machine.queue_check import check_queues, queue_plans
 
-    gpus, ranks = bool(setting.num_gpus), setting.num_ranks
-    how = _WIDTHS[gpus], gpus, _LIMIT_S[gpus]
+    gpus, ranks = bool(setting.num_gpus), setting.num_gpus or 4
+    width, limit_s = (16384, 60.0) if gpus else (64, 30.0)  # fp32 values of a token: the largest message has 60 MB with GPUs
+    how = width, gpus, limit_s  # a message without progress for so long is stuck
     with progress("sending messages"):
         points = measure_link(gpus)
     with progress("running plans"):

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_epp.mcore.arguments.layout import world_of
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.flags import flag_of, flag_words
+from megatron_epp.plan.flags import flag_of
 
 _OURS = ["-m", "megatron_epp.run"]
 _CHANGED = {"--micro-batch-size": "1", "--attention-dropout": "0"}  # flags that a plan needs at one value
@@ -106,11 +106,6 @@ def read_launch(words: Sequence[str]) -> StockLaunch:
         flags["vocab_size"] = VOCABULARY
     replica, started = world_of(flags), _started(words[:script])
     return StockLaunch(tuple(words), script, flags, max(replica, started - started % replica))
-
-
-def example_launch(flags: dict[str, Any], processes: int) -> list[str]:
-    """Return a launch command for a model, for users who have none yet."""
-    return ["torchrun", "--nproc-per-node", str(processes), "pretrain_gpt.py", *flag_words(flags)]
 
 
 def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:

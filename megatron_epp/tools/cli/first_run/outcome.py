@@ -19,7 +19,6 @@ class Setting:
     machine: str  # name of this machine's GPUs or processor
     num_gpus: int
     is_reduced: bool  # everything is tiny, as on a CPU
-    num_ranks: int  # ranks of the steps that exchange messages
     launch: StockLaunch  # the user's launch command, as it is today; an example unless `has_launch`
     has_launch: bool
     cluster: Cluster  # kind of machine that plans are for

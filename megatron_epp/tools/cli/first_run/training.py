@@ -39,15 +39,13 @@ class Deviation:
 
 
 def deviation(exact: Sequence[float], theirs: Sequence[float], ours: Sequence[float], floor: float) -> Deviation:
-    """Compare two runs with a reference; a difference of `floor` passes, however near Megatron's own run is."""
-    far = [max(_relative_difference(x, wanted) for x, wanted in zip(column, exact, strict=True)) for column in (theirs, ours)]
+    """Compare two runs with a reference; a difference of `floor` passes, however near Megatron's own run is.
+
+    The difference of what is not a number is infinite.
+    """
+    differences = (np.abs(np.divide(column, exact) - 1).max() for column in (theirs, ours))
+    far = [math.inf if math.isnan(most) else float(most) for most in differences]
     return Deviation(far[0], far[1], max(TIMES * far[0], floor))
-
-
-def _relative_difference(value: float, wanted: float) -> float:
-    """Return the relative difference of two values; infinite if one is not a number."""
-    difference = abs(value / wanted - 1)
-    return math.inf if math.isnan(difference) else difference
 
 
 def parity(setting: Setting) -> Outcome:

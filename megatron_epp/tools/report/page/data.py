@@ -6,6 +6,7 @@ of boxes of each, and each other column an entry per box. Boxes are numbered alo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from megatron_epp.plan.operations import ANYWHERE, of_stages, operations
 from megatron_epp.plan.plan import Copy, Plan, is_unlimited
 from megatron_epp.plan.plan_figures import is_calibrated, recompute_in_backward, recompute_share
 from megatron_epp.plan.simulation import Timeline, simulate
-from megatron_epp.tools.report.gantt import Shades, item_colours
+from megatron_epp.tools.report.gantt import item_colours, strengths_of
 from megatron_epp.tools.report.text import headline
 
 PageColumns = dict[str, Any]
@@ -69,22 +70,17 @@ def plan_columns(shown: Shown) -> PageColumns:
         "num_ranks": plan.num_ranks,
         "stages": [plan.stages_of(rank) for rank in range(plan.num_ranks)],
         "lengths": plan.lengths,
-        "chunks": _chunk_columns(plan),
+        "chunks": {
+            "kind": [chunk.kind(plan.lengths) for chunk in plan.chunks],
+            "tokens": [chunk.num_tokens for chunk in plan.chunks],
+            "padded": [plan.padded_tokens(c) for c in range(len(plan.chunks))],
+            "segments": [[number for segment in chunk.segments for number in segment] for chunk in plan.chunks],
+            "strength": [round(strength, 3) for strength in strengths_of(plan)],
+        },
         "planned": _planned(timeline, graph),
         "memory": _memory_columns(timeline, graph),
         "items": None if shown.breakdown is None else item_columns(shown.breakdown),
         "measured": None if shown.measured is None else _measured(plan, shown.measured, graph),
-    }
-
-
-def _chunk_columns(plan: Plan) -> PageColumns:
-    shades = Shades(plan)
-    return {
-        "kind": [chunk.kind(plan.lengths) for chunk in plan.chunks],
-        "tokens": [chunk.num_tokens for chunk in plan.chunks],
-        "padded": [plan.padded_tokens(c) for c in range(len(plan.chunks))],
-        "segments": [[number for segment in chunk.segments for number in segment] for chunk in plan.chunks],
-        "strength": [round(strength, 3) for strength in shades.strengths],
     }
 
 
@@ -107,16 +103,14 @@ def _planned(timeline: Timeline, graph: Graph) -> PageColumns:
 def _measured(plan: Plan, measured: Measured, graph: Graph) -> PageColumns:
     """Columns of a run, with the planned box of each of its boxes (`planned`; -1 for a message)."""
     boxes = measured_boxes(plan, measured)
-    order = {stream: number for number, stream in enumerate(_STREAMS)}
-    boxes.sort(key=lambda box: (order[box.stream], box.rank, box.start_us))
+    boxes.sort(key=lambda box: (_STREAMS.index(box.stream), box.rank, box.start_us))
     numbers = [-1 if (number := graph.number(box.action)) is None else number for box in boxes]
     starts, ends = [ABSENT_US] * len(graph.steps), [ABSENT_US] * len(graph.steps)
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
     for number, i in box_of.items():
         starts[number], ends[number] = boxes[i].start_us, boxes[i].end_us
-    counts = [0] * (len(_STREAMS) * plan.num_ranks)
-    for box in boxes:
-        counts[order[box.stream] * plan.num_ranks + box.rank] += 1
+    of_lanes = Counter((box.stream, box.rank) for box in boxes)
+    counts = [of_lanes[stream, rank] for stream in _STREAMS for rank in range(plan.num_ranks)]
     times = [box.start_us for box in boxes], [box.end_us for box in boxes]
     lanes = _lanes([box.action for box in boxes], counts, *times)
     return lanes | {

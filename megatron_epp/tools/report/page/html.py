@@ -16,7 +16,6 @@ from megatron_epp.tools.report.text import batch_text
 
 SCRIPTS = ("model.js", "text.js", "state.js", "lanes.js", "memory.js", "table.js", "pane.js", "main.js")
 """Scripts in the order in which they run, in one scope."""
-_STYLE, _FRAME = "page.css", "page.html"
 
 
 def page(shown: Sequence[Shown]) -> str:
@@ -33,14 +32,13 @@ def page(shown: Sequence[Shown]) -> str:
     }
     parts = {
         "title": escape(title),
-        "style": _asset(_STYLE),
+        "style": _asset("page.css"),
         "data": embedded(data),
         "scripts": "\n".join(map(_asset, SCRIPTS)),
     }
-    frame = _asset(_FRAME)
+    frame = _asset("page.html")
     for name, text in parts.items():
-        before, _, after = frame.partition(f"<!--{name}-->")
-        frame = before + text + after
+        frame = frame.replace(f"<!--{name}-->", text, 1)
     return frame
 
 
