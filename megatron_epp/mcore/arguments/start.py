@@ -22,6 +22,7 @@ from megatron_epp.mcore.arguments.refusals import START
 from megatron_epp.mcore.arguments.rule import Door, problems_of
 from megatron_epp.mcore.model.kinds import flex_backend
 from megatron_epp.mcore.patches import patching
+from megatron_epp.plan.attributes import having
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import one_line
@@ -77,8 +78,8 @@ def validate(args: Namespace) -> Namespace:
     capability = cuda.get_device_capability if cuda.is_available() else lambda device=None: (8, 0)
     with (
         contextlib.redirect_stdout(io.StringIO()),
-        _replaced(os, "environ", environment),
-        _replaced(cuda, "get_device_capability", capability),
+        having(os, environ=environment),
+        having(cuda, get_device_capability=capability),
         refusals_of_megatron(args),
     ):
         # The original: ours would make the checks of `check_start` again.
@@ -87,16 +88,6 @@ def validate(args: Namespace) -> Namespace:
             # A configuration that delays weight gradients is made as `--epp` allows it only where there is a run.
             arguments.core_transformer_config_from_args(Namespace(**vars(flags) | {"delay_wgrad_compute": False}))
     return flags
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -273,7 +264,7 @@ def _other_schedule(args: Namespace) -> str:
     import torch
     from megatron.training import training
 
-    with _replaced(training, "get_args", lambda: args), refusals_of_megatron(args):
+    with having(training, get_args=lambda: args), refusals_of_megatron(args):
         schedule = training.get_optimizer_param_scheduler(torch.optim.SGD([torch.zeros(1)]))
     try:
         schedule.load_state_dict(saved)

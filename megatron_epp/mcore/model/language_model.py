@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
+
+from megatron_epp.plan.attributes import having
 
 _INSIDE = ("module", "thinker", "language_model")
 """Attributes that lead from a wrapper, or a multimodal model, to the language model inside."""
@@ -36,15 +37,9 @@ class _Alone:
         return 1
 
 
-@contextmanager
-def own_positions(language_model: Any) -> Iterator[None]:
+def own_positions(language_model: Any) -> AbstractContextManager[None]:
     """Have a model with several axes turn by the positions that it gets in the body, which are this context-parallel rank's."""
-    rotary = language_model.rotary_pos_emb
-    group, rotary.cp_group = rotary.cp_group, _Alone()
-    try:
-        yield
-    finally:
-        rotary.cp_group = group
+    return having(language_model.rotary_pos_emb, cp_group=_Alone())
 
 
 def outputs_of(layer: Any) -> int | None:

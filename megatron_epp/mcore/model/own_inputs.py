@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_epp.data.batch import ChunkSpan, InputArrays
 from megatron_epp.plan import EppError
+from megatron_epp.plan.attributes import having
 from megatron_epp.runtime.attention.context_parallel import of_group
 
 
@@ -111,16 +112,7 @@ dropout of their own."""
 @contextmanager
 def _of_all_tokens(embedding: Any) -> Iterator[None]:
     """Have an embedding give all rows to every sequence-parallel rank in the body."""
-    parts = [
-        (part, name)
-        for part in (getattr(embedding, "config", None), *embedding.modules())
-        for name in _PARTS
-        if getattr(part, name, False)
-    ]
-    for part, name in parts:
-        setattr(part, name, False)
-    try:
+    with ExitStack() as held:
+        for part in (getattr(embedding, "config", None), *embedding.modules()):
+            held.enter_context(having(part, **{name: False for name in _PARTS if getattr(part, name, False)}))
         yield
-    finally:
-        for part, name in parts:
-            setattr(part, name, True)

@@ -16,6 +16,7 @@ from megatron_epp.mcore.features import bound, described, document_args, epp_arg
 from megatron_epp.mcore.patches import stock_functions
 from megatron_epp.mcore.patches.patching import Patch, when, wrapping
 from megatron_epp.mcore.patches.running_chunk import keep_chunk, runs_chunk
+from megatron_epp.plan.attributes import having
 from megatron_epp.plan.errors import NothingLeftError
 
 logger = logging.getLogger(__name__)
@@ -174,12 +175,9 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
     from megatron_epp.mcore.start.sliced_start import prepare
 
     prepare(args)
-    context = args.seq_length
-    args.seq_length = min(context, _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size)
-    try:
+    most = _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size
+    with having(args, seq_length=min(args.seq_length, most)):
         original(*rest, **named)
-    finally:
-        args.seq_length = context
 
 
 def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: Any, **named: Any) -> None:
@@ -291,10 +289,6 @@ def _run_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any
     return forward_backward_user(*rest, **named)
 
 
-def _on_documents() -> bool:
-    return document_args() is not None
-
-
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _ROUTING = "megatron.core.transformer.moe.moe_utils"
@@ -367,7 +361,10 @@ def patches() -> tuple[Patch, ...]:
         ),
         *(
             when(
-                _on_documents, target, f"megatron_epp.mcore.model.predictions:{name}", "plans know the tokens ahead of a chunk"
+                lambda: document_args() is not None,
+                target,
+                f"megatron_epp.mcore.model.predictions:{name}",
+                "plans know the tokens ahead of a chunk",
             )
             for target, name in _OF_PREDICTION.items()
         ),
