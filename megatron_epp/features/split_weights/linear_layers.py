@@ -103,16 +103,13 @@ class SplitWeights(RunFeature):
     def __init__(self, run: Run) -> None:
         self._stages = run.stages
         for stage in run.stages.values():
-            stage.weights.timed = functools.partial(_timed, stage.config)
+            # Of the configuration, whose timers a training sets late.
+            stage.weights.timed = lambda config=stage.config: timed(config.timers, "backward-compute")
 
     def running(
         self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any, handlers: Mapping[Op, Handler]
     ) -> AbstractContextManager[Mapping[Op, Handler]]:
         return nullcontext(weight_handlers(plan, self._stages))
-
-
-def _timed(config: Any) -> AbstractContextManager[None]:
-    return timed(config.timers, "backward-compute")  # which a training sets late
 
 
 def _settle_split(args: argparse.Namespace, models: Sequence[torch.nn.Module]) -> None:
@@ -212,7 +209,8 @@ def _take_over(module: Any, gradients: WeightGradients) -> None:
         tensors, rebuild = _tensors_of(leaves)
         rest = entry[_OF_A_CHUNK:]
         if module.fuse_wgrad_accumulation:
-            _drop_placeholders(weights)
+            for weight in weights:  # or autograd would add to the placeholders of earlier backwards by a large kernel
+                weight.grad = None
 
         def compute(tensors: Sequence[Tensor]) -> None:
             queue([*tree_unflatten(rebuild(tensors), shape), *rest], function)
@@ -262,12 +260,6 @@ def _copied(cast: Any) -> Any:
 def _weights(module: torch.nn.Module) -> list[Tensor]:
     """Return the weights whose gradient hooks wait for `backward_dw`."""
     return [p for p in module.parameters(recurse=False) if getattr(p, "skip_backward_post_hook", False)]
-
-
-def _drop_placeholders(weights: Sequence[Tensor]) -> None:
-    """Drop placeholders of earlier backwards before one returns its own, which autograd would add by a large kernel."""
-    for weight in weights:
-        weight.grad = None
 
 
 def _stand_in(weights: Sequence[Tensor]) -> None:

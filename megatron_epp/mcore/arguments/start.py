@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron_epp.data.token_record import missing_tokenizer
@@ -46,7 +47,8 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
     door = door_of(args)
     is_user = door is Door.USER
     of_flags = (prepare_epp_args, lambda args: problems_of(args, door, START))
-    of_files = (_packages, _written_folders) if is_user else (_check_documents, *FILES)  # a script may read its own
+    of_documents = (resolve_name("megatron_epp.mcore.data.documents:check_files_of"),) if wants_files and args.epp else ()
+    of_files = (_packages, _written_folders) if is_user else (*of_documents, *FILES)  # a script may read its own
     problems: list[str] = []
     for check in (*(of_flags if wants_flags else ()), *(of_files if wants_files else ())):
         try:
@@ -122,14 +124,6 @@ def _asserted(error: Exception) -> str:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _check_documents(args: Namespace) -> None:
-    """Raise `EppError` for documents that a plan cannot be made of."""
-    if args.epp:
-        from megatron_epp.mcore.data.documents import check_files_of
-
-        check_files_of(args)
 
 
 def _is_remote(path: str) -> bool:

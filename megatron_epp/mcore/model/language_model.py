@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -30,16 +31,10 @@ def axes_of(language_model: Any) -> int:
     return 3 if getattr(language_model, "position_embedding_type", None) == "mrope" else 1
 
 
-class _Alone:
-    """Process group of this rank alone, as far as rotary embeddings ask."""
-
-    def size(self) -> int:
-        return 1
-
-
 def own_positions(language_model: Any) -> AbstractContextManager[None]:
     """Have a model with several axes turn by the positions that it gets in the body, which are this context-parallel rank's."""
-    return having(language_model.rotary_pos_emb, cp_group=_Alone())
+    alone = SimpleNamespace(size=lambda: 1)  # a process group of this rank, as far as rotary embeddings ask
+    return having(language_model.rotary_pos_emb, cp_group=alone)
 
 
 def outputs_of(layer: Any) -> int | None:
