@@ -61,7 +61,7 @@ def measured(
                 for op, line in MOVED.items():
                     waits_us = 5000.0 * ((iteration + chunk + rank) % 2)
                     collectives.append((Action(op, rank, chunk), waits_us + disturbed(line.time_us(tokens, 0))))
-            is_recording = learner.is_recording
+            is_recording = iteration >= WARM_UP
             learner.add(plan, events if is_recording else (), {}, 0, None, share, collectives if is_recording else ())
     return [learner.learnt for learner in learners]
 

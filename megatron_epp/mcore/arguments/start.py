@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import linecache
 import logging
 import os
 import re
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -116,10 +116,7 @@ def _asserted(error: Exception) -> str:
     """Return the condition of an assertion without a text, as its source has it; empty for other errors."""
     if not isinstance(error, AssertionError) or str(error) or error.__traceback__ is None:
         return ""
-    trace = error.__traceback__
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return f"it requires {line.removeprefix('assert ').rstrip(', \\')}" if line.startswith("assert ") else ""
 
 

@@ -76,7 +76,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         above = held.peak_above_entry if is_uniform else _peak(stage, mode)
         return replace(known, bytes_per_token=per_token, full_bytes_per_token=max(0.0, per_token + above))
 
-    first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
+    first_mlp = _of_layers(stage, NO_RECOMPUTE)[0].kept if costs.layers.first_mlp_bytes_per_token else 0.0
     known = {"": ModeCosts(LinearTime(), 0.0)} | costs.layers.recompute
     unlike = () if is_alike else _unlike_layers(stage, costs.layers, least)
     modes = {name: at(mode, name) for name, mode in known.items()} if is_alike else _mean(unlike, known)
@@ -129,8 +129,8 @@ def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
             watching.enter_context(watched([module], partial(note, number)))
         _, output, context = forward(stage, chunk, recompute=recompute)
         backward(stage, output, context)
-    of_token = 1 / chunk.num_tokens
-    return [_OfLayer(layer.kept_bytes * of_token, (layer.peak_bytes - layer.begin_bytes) * of_token) for layer in layers]
+    tokens = chunk.num_tokens
+    return [_OfLayer(layer.kept_bytes / tokens, (layer.peak_bytes - layer.begin_bytes) / tokens) for layer in layers]
 
 
 def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tuple[BlockCosts, ...]:
@@ -233,20 +233,6 @@ def _most_taken_off(caches: Sequence[bool]) -> float:
     """
     mean = sum(caches) / max(1, len(caches))
     return max((mean * (len(caches) - at) - sum(caches[at:]) for at in range(len(caches))), default=0.0)
-
-
-def _first_mlp(stage: MegatronStage) -> float:
-    """Return the bytes per token that an MLP at a stage's start keeps, its input included."""
-    meter, chunk, mlp_bytes = SavedTensors(stage.parameters), bytes_chunk(stage), [0]
-
-    def note(event: str) -> None:
-        if event in ("in", "out"):
-            mlp_bytes[0] = meter.live_bytes - mlp_bytes[0]
-
-    with meter, watched(layers_of(stage)[:1], note):
-        _, output, context = forward(stage, chunk)
-        backward(stage, output, context)
-    return mlp_bytes[0] / chunk.num_tokens
 
 
 def _with(mode: str, count: int, full: int = 0) -> Recompute:
