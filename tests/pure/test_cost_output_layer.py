@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.cost.kept import RECORDED, WARM_UP
 from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.output_layer import PASS_US, VocabularyShards
 from megatron_epp.cost.work import LinearTime, work_of
-from megatron_epp.features.learnt_costs.learner import RECORDED, WARM_UP, Learner, deviation, fitted_costs
+from megatron_epp.features.learnt_costs.learner import Learner, deviation, fitted_costs
 from megatron_epp.features.learnt_costs.timed import Learnt
 from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Op, Plan, Segment
 from megatron_epp.plan.flags import AUTO
