@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -29,7 +25,7 @@ from megatron_epp.features.split_weights.deferred_gradients import Linear, Weigh
 from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.iteration.run_feature import RunFeature
-from megatron_epp.mcore.model.block_loss import weight_gradient
+from megatron_epp.mcore.model.block_loss import all_tokens, weight_gradient
 from megatron_epp.mcore.model.replaced import HOOKS, mark, put
 from megatron_epp.mcore.model.stage import timed
 from megatron_epp.plan import EppError, Op, Plan, Remedy
@@ -175,10 +171,8 @@ def _forward(
     # The backwards of these are the reduce-scatter and the all-reduce of the input's gradient. Megatron's own function overlaps
     # them with the weight's gradient, which is not computed there now.
     tp_group, sequence_parallel = options["tp_group"], options["sequence_parallel"]
-    if sequence_parallel:
-        x = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
-    else:
-        x = copy_to_tensor_model_parallel_region(input, group=tp_group) if options["allreduce_dgrad"] else input
+    shares_input = sequence_parallel or options["allreduce_dgrad"]
+    x = all_tokens(input, sequence_parallel, tp_group) if shares_input else input
     product = functools.partial(
         weight_gradient, weight, tp_group if sequence_parallel else None, options["gradient_accumulation_fusion"]
     )

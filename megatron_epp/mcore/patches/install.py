@@ -236,15 +236,6 @@ def _complete_reports() -> None:
         runs.complete_reports()
 
 
-def _refuse_nothing(args: Any) -> None:
-    """Raise `NothingLeftError` if a training has trained no iteration because its checkpoint has all of them."""
-    if args is not None and args.train_iters and not args.skip_train and args.iteration >= args.train_iters:
-        raise NothingLeftError(
-            f"nothing was trained: the checkpoint in {args.load} has {args.iteration} iterations, and --train-iters is "
-            f"{args.train_iters}; raise it to go on"
-        )
-
-
 def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Refuse functions of the script that --epp would not use, and end planning when training ends."""
     global _provider
@@ -256,7 +247,12 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         call.arguments["get_embedding_ranks"] = functools.partial(_embedding_ranks, chosen)
     try:
         result = original(*call.args, **call.kwargs)
-        _refuse_nothing(epp_args())
+        args = epp_args()
+        if args is not None and args.train_iters and not args.skip_train and args.iteration >= args.train_iters:
+            raise NothingLeftError(
+                f"nothing was trained: the checkpoint in {args.load} has {args.iteration} iterations, and --train-iters is "
+                f"{args.train_iters}; raise it to go on"
+            )
         return result
     finally:  # by name, of what was imported: a run without --epp has no such module, and needs none
         if runs := sys.modules.get("megatron_epp.mcore.iteration.sliced_run"):
