@@ -163,3 +163,16 @@ def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:
     except Exception:  # each tokenizer library raises its own kinds
         return None
     return hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).hexdigest()[:16]
+
+
+def identity_of(tokenizer: Any, options: Any) -> Tokenizer:
+    """Return the properties by which tokenizers differ; options are a ``TokenizerConfig`` or parsed arguments."""
+    try:
+        eod = tokenizer.eod
+    except (AttributeError, NotImplementedError):
+        eod = None
+    if eod is not None and eod < 0:
+        eod = None
+    model = getattr(options, "tokenizer_model", None) or getattr(options, "vocab_file", None)
+    vocab_size = max(tokenizer.vocab_size, 1 + (eod or 0))
+    return Tokenizer(str(options.tokenizer_type), model, vocab_size, eod, digest_of(tokenizer.tokenize))

@@ -49,7 +49,7 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     event is after what it needs and both sides of a message are together. So the first event of that order which has not ended
     can always run, even if each launch waits for the end of all earlier ones of its rank, which is stricter than any number of
     hardware queues. Over replicas, gathers of parameters are by ascending stage and reductions by descending stage in every
-    plan's order, so one order covers all replicas. `check.deadlock.blocked` checks rows for it.
+    plan's order, so one order covers all replicas. `proof.deadlock.blocked` checks rows for it.
 
     Messages are paired first in, first out per link: source rank, destination rank and direction (F or B). Raises `PlanError`
     if an action is missing or doubled, or the order deadlocks.

@@ -9,12 +9,11 @@ import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from pkgutil import resolve_name
-from typing import Any
 
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.iterator import PlannedBatches, PlanSource, samples_in
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
-from megatron_epp.data.token_record import Tokenizer, check_kind, digest_of, load_record
+from megatron_epp.data.token_record import Tokenizer, check_kind, identity_of, load_record
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of
 
@@ -176,19 +175,6 @@ def blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
             " (`megatron-epp prepare` makes one from text files or JSONL)"
         )
     return blend, blend_per_split
-
-
-def identity_of(tokenizer: Any, options: Any) -> Tokenizer:
-    """Return the properties by which tokenizers differ; options are a ``TokenizerConfig`` or parsed arguments."""
-    try:
-        eod = tokenizer.eod
-    except (AttributeError, NotImplementedError):
-        eod = None
-    if eod is not None and eod < 0:
-        eod = None
-    model = getattr(options, "tokenizer_model", None) or getattr(options, "vocab_file", None)
-    vocab_size = max(tokenizer.vocab_size, 1 + (eod or 0))
-    return Tokenizer(str(options.tokenizer_type), model, vocab_size, eod, digest_of(tokenizer.tokenize))
 
 
 def identity_of_run(args: Namespace) -> Tokenizer:

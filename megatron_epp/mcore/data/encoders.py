@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_epp.data.token_record import Tokenizer, is_of_hub, missing_tokenizer
+from megatron_epp.data.token_record import Tokenizer, identity_of, is_of_hub, missing_tokenizer
 from megatron_epp.mcore import features
-from megatron_epp.mcore.data.documents import identity_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming_file, one_line, read_text
 
