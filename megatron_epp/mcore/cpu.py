@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
 
 from megatron_epp.mcore.patches.patching import Patch, wrapping
+from megatron_epp.plan.attributes import having
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -88,10 +89,6 @@ def _stand_in_for_torch_cuda() -> None:
 _FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")  # which Megatron calls with device="cuda"
 
 
-def _is_cuda(device: Any) -> bool:
-    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
-
-
 def _on_cpu(factory: Callable[..., torch.Tensor], *, follows_default: bool) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -100,7 +97,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor], *, follows_default: bool) -> C
             # Of `with torch.device(...)` or `torch.set_default_device`. `torch.get_default_device` itself makes tensors.
             modes = _get_current_function_mode_stack()
             asked = next((mode.device for mode in modes if isinstance(mode, _device.DeviceContext)), None)
-        if _is_cuda(asked):
+        if isinstance(asked, str | torch.device) and str(asked).startswith("cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)  # for copies to a device; it needs CUDA's driver
         return factory(*args, **kwargs)
@@ -185,11 +182,8 @@ def _averaging_by_sums(original: Callable[..., Any], *args: Any, **kwargs: Any) 
         tensor /= dist.get_world_size(group)
         return done
 
-    dist.all_reduce = all_reduce
-    try:
+    with having(dist, all_reduce=all_reduce):
         return original(*args, **kwargs)
-    finally:
-        dist.all_reduce = reduce
 
 
 def _leaving_the_generator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -209,15 +203,5 @@ def _with_gloo(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: An
 
 def _initialize_without_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Ask for no CUDA, and count a device per process: without one, groups and seeds are skipped."""
-    with _one_device_per_process():
+    with having(torch.cuda, device_count=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         return original(*args, **{**kwargs, "allow_no_cuda": True})
-
-
-@contextlib.contextmanager
-def _one_device_per_process() -> Iterator[None]:
-    original = torch.cuda.device_count
-    torch.cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    try:
-        yield
-    finally:
-        torch.cuda.device_count = original

@@ -25,10 +25,6 @@ from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
 
 
-def _lacks_gpu() -> bool:
-    return not torch.cuda.is_available()
-
-
 def _lacks_packages() -> bool:
     needed = "apex", "transformer_engine", "fused_weight_gradient_mlp_cuda", "scaled_masked_softmax_cuda"
     return any(find_spec(package) is None for package in needed)
@@ -37,7 +33,7 @@ def _lacks_packages() -> bool:
 _PATCHES = "megatron_epp.mcore.patches."
 SETS: tuple[tuple[Callable[[], bool], str], ...] = (
     # Ahead of any import of Megatron, whose functions are decorated with torch.compile when they are imported.
-    (_lacks_gpu, "megatron_epp.mcore.cpu:patches"),
+    (lambda: not torch.cuda.is_available(), "megatron_epp.mcore.cpu:patches"),
     (lambda: True, f"{_PATCHES}install:patches"),
     # Around those: the flags that they check ask for what is installed.
     (_lacks_packages, f"{_PATCHES}environment:patches"),

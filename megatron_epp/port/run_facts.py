@@ -67,6 +67,6 @@ class LayoutAnswer(NamedTuple):
     """The choice of a layout, and the share of time that it saves over even layers with whole backwards."""
 
     layout: Layout
-    splits_weights: bool
-    has_whole_logits: bool
-    gain: float
+    splits_weights: bool = False
+    has_whole_logits: bool = False
+    gain: float = 0.0

@@ -70,7 +70,7 @@ def test_training_waits_for_the_times_of_the_last_measured_iteration_only(made: 
     made.after(PLAN, Times(), dict)  # type: ignore[arg-type]
     assert made.saved is not None
     assert made._run.costs is made.saved.costs
-    assert made.learner.recorded == RECORDED
+    assert made.learner.seen == WARM_UP + RECORDED
 
 
 def test_an_error_of_reading_times_is_raised_at_the_next_iteration(made: CostLearning) -> None:

@@ -85,7 +85,7 @@ def test_logits_are_there_at_once_where_that_is_faster_and_memory_is_left_and_so
     monkeypatch.setattr(layout_search, "ask", ask_here)
     model = "--seq-length 8192 --hidden-size 1024 --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 4"
 
-    def of(*flags: str) -> tuple[argparse.Namespace, layout_search._Choices]:
+    def of(*flags: str) -> tuple[argparse.Namespace, layout_search.LayoutAnswer]:
         args = of_run(*model.split(), "--epp-layout", "auto", *flags, processes=2)
         prepare_epp_args(args)
         args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None

@@ -271,7 +271,7 @@ def test_times_are_of_the_attention_kernel_that_the_run_takes(monkeypatch, chose
 
 def test_a_loop_of_ones_own_tells_what_an_attention_kernel_is_chosen_by(monkeypatch):
     config = TransformerConfig(num_layers=2, hidden_size=512, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16)
-    args = Namespace(**{name: getattr(config, name, None) for name in wrap._OF_MODEL})
+    args = Namespace(**{name: getattr(config, name, None) for names in wrap._OF_MODEL for name in names.split()})
     sizes = AttentionSizes(4, 4, 1, 128, 128, 0.0, 0, 2, False)
     asked = []
     monkeypatch.setattr(

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.cost.kept import RECORDED, WARM_UP
 from megatron_epp.cost.memory import WORKING
 from megatron_epp.cost.output_layer import PASS_US, VocabularyShards
 from megatron_epp.cost.work import LinearTime, work_of
-from megatron_epp.features.learnt_costs.learner import RECORDED, WARM_UP, Learner, deviation, fitted_costs
+from megatron_epp.features.learnt_costs.learner import Learner, deviation, fitted_costs
 from megatron_epp.features.learnt_costs.timed import Learnt
 from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Op, Plan, Segment
 from megatron_epp.plan.flags import AUTO
@@ -61,7 +62,7 @@ def measured(
                 for op, line in MOVED.items():
                     waits_us = 5000.0 * ((iteration + chunk + rank) % 2)
                     collectives.append((Action(op, rank, chunk), waits_us + disturbed(line.time_us(tokens, 0))))
-            is_recording = learner.is_recording
+            is_recording = iteration >= WARM_UP
             learner.add(plan, events if is_recording else (), {}, 0, None, share, collectives if is_recording else ())
     return [learner.learnt for learner in learners]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 
 from megatron_epp.features.split_weights import deferred_gradients
 from megatron_epp.plan import Action, EppError, Op, Plan
+from megatron_epp.plan.attributes import having
 from megatron_epp.runtime.autograd.saved import tracking_in_this_thread
 from megatron_epp.runtime.executor import Executor, Handler
 from megatron_epp.runtime.side_thread import SideThread
@@ -157,14 +158,10 @@ def exchanges_of(collectives: Sequence[Collective], group: Any) -> Exchanges:
 
     @contextmanager
     def exchanging(turns: Turns) -> Iterator[None]:
-        originals = [getattr(module, name) for module, name in collectives]
-        try:
-            for (module, name), original in zip(collectives, originals, strict=True):
-                setattr(module, name, handing_over(original, turns))
+        with ExitStack() as held:
+            for module, name in collectives:
+                held.enter_context(having(module, **{name: handing_over(getattr(module, name), turns)}))
             yield
-        finally:
-            for (module, name), original in zip(collectives, originals, strict=True):
-                setattr(module, name, original)
 
     return exchanging
 

@@ -134,7 +134,7 @@ class CostLearning(RunFeature):
             stays = stays and f"; these batches do not tell, so the ratio is that of formulas: {stays}"
             if run.makes_chunks:
                 note = f"; plans are made from these costs from batch {first_batch(run.args.epp_lookahead)} on"
-            logger.info("costs learnt from %d iterations: they took %s%s%s", self.learner.recorded, ratio, stays, note)
+            logger.info("costs learnt from %d iterations: they took %s%s%s", RECORDED, ratio, stays, note)
         self._keep(costs)
         run.plan_by(costs)
         if self._planner is not None:

@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, UNKNOWN_BYTES, StageCosts
-from megatron_epp.cost.kept import RECORDED, WARM_UP
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.work import LinearTime, causal_pairs
@@ -25,14 +24,6 @@ class Learner:
 
     seen: int = 0
     learnt: Learnt = field(default_factory=Learnt)
-
-    @property
-    def is_recording(self) -> bool:
-        return WARM_UP <= self.seen < WARM_UP + RECORDED
-
-    @property
-    def recorded(self) -> int:
-        return min(max(0, self.seen - WARM_UP), RECORDED)
 
     def add(
         self,

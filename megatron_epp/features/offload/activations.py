@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_epp.features.offload.copy_streams import Mark
 from megatron_epp.features.offload.host import HostMemory, Region
 from megatron_epp.plan import EppError
+from megatron_epp.plan.attributes import having
 from megatron_epp.runtime.autograd.saved import SavedTensors, Storage, bytes_of
 
 CopyTimer = AbstractContextManager[None]
@@ -74,11 +75,9 @@ class OwnedTensors(SavedTensors):
     @contextmanager
     def of(self, owner: Owner) -> Iterator[None]:
         """Assign the tensors saved in the body to a chunk."""
-        self._owner, self._by_owner[owner] = owner, []
-        try:
+        self._by_owner[owner] = []
+        with having(self, _owner=owner):
             yield
-        finally:
-            self._owner = None
 
     def pop(self, owner: Owner) -> list[OwnedStorage]:
         """Return and forget the storages saved by a chunk's forward that are still held, in the order of the forward."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
+from megatron_epp.plan.attributes import having
 from megatron_epp.runtime.autograd.handles import SavedHandle
 from megatron_epp.runtime.autograd.weight_gradient import Product, gradient_node
 from megatron_epp.runtime.executor import Executor, Handler
@@ -53,11 +54,9 @@ class WeightGradients:
     @contextmanager
     def keeping(self, chunk: int) -> Iterator[None]:
         """Defer the weight gradients of a chunk, whose backward runs in the body, instead of computing them."""
-        self._chunk, self._deferred[chunk] = chunk, []
-        try:
+        self._deferred[chunk] = []
+        with having(self, _chunk=chunk):
             yield
-        finally:
-            self._chunk = None
 
     @contextmanager
     def backward_of(self, chunk: int) -> Iterator[None]:

@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -29,7 +25,7 @@ from megatron_epp.features.split_weights.deferred_gradients import Linear, Weigh
 from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.iteration.run_feature import RunFeature
-from megatron_epp.mcore.model.block_loss import weight_gradient
+from megatron_epp.mcore.model.block_loss import all_tokens, weight_gradient
 from megatron_epp.mcore.model.replaced import HOOKS, mark, put
 from megatron_epp.mcore.model.stage import timed
 from megatron_epp.plan import EppError, Op, Plan, Remedy
@@ -103,16 +99,13 @@ class SplitWeights(RunFeature):
     def __init__(self, run: Run) -> None:
         self._stages = run.stages
         for stage in run.stages.values():
-            stage.weights.timed = functools.partial(_timed, stage.config)
+            # Of the configuration, whose timers a training sets late.
+            stage.weights.timed = lambda config=stage.config: timed(config.timers, "backward-compute")
 
     def running(
         self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any, handlers: Mapping[Op, Handler]
     ) -> AbstractContextManager[Mapping[Op, Handler]]:
         return nullcontext(weight_handlers(plan, self._stages))
-
-
-def _timed(config: Any) -> AbstractContextManager[None]:
-    return timed(config.timers, "backward-compute")  # which a training sets late
 
 
 def _settle_split(args: argparse.Namespace, models: Sequence[torch.nn.Module]) -> None:
@@ -178,10 +171,8 @@ def _forward(
     # The backwards of these are the reduce-scatter and the all-reduce of the input's gradient. Megatron's own function overlaps
     # them with the weight's gradient, which is not computed there now.
     tp_group, sequence_parallel = options["tp_group"], options["sequence_parallel"]
-    if sequence_parallel:
-        x = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
-    else:
-        x = copy_to_tensor_model_parallel_region(input, group=tp_group) if options["allreduce_dgrad"] else input
+    shares_input = sequence_parallel or options["allreduce_dgrad"]
+    x = all_tokens(input, sequence_parallel, tp_group) if shares_input else input
     product = functools.partial(
         weight_gradient, weight, tp_group if sequence_parallel else None, options["gradient_accumulation_fusion"]
     )
@@ -212,7 +203,8 @@ def _take_over(module: Any, gradients: WeightGradients) -> None:
         tensors, rebuild = _tensors_of(leaves)
         rest = entry[_OF_A_CHUNK:]
         if module.fuse_wgrad_accumulation:
-            _drop_placeholders(weights)
+            for weight in weights:  # or autograd would add to the placeholders of earlier backwards by a large kernel
+                weight.grad = None
 
         def compute(tensors: Sequence[Tensor]) -> None:
             queue([*tree_unflatten(rebuild(tensors), shape), *rest], function)
@@ -262,12 +254,6 @@ def _copied(cast: Any) -> Any:
 def _weights(module: torch.nn.Module) -> list[Tensor]:
     """Return the weights whose gradient hooks wait for `backward_dw`."""
     return [p for p in module.parameters(recurse=False) if getattr(p, "skip_backward_post_hook", False)]
-
-
-def _drop_placeholders(weights: Sequence[Tensor]) -> None:
-    """Drop placeholders of earlier backwards before one returns its own, which autograd would add by a large kernel."""
-    for weight in weights:
-        weight.grad = None
 
 
 def _stand_in(weights: Sequence[Tensor]) -> None:

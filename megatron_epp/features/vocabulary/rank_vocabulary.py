@@ -108,7 +108,7 @@ class RankVocabulary(RunFeature):
             weights = weights * self._config.grad_scale_func(torch.ones((), device=weights.device))
         parts = self.num_parts
         count = num_tokens // parts if parts > 1 or rows is None else len(rows)
-        whole = partial(_gathered, rows) if parts > 1 else _same
+        whole = partial(_gathered, rows) if parts > 1 else lambda part: part
         return Targets((count, self.hidden_size), labels, weights, whole)
 
     def _rows(self, loss_mask: Tensor) -> Tensor | None:
@@ -149,10 +149,6 @@ def fuses_own_gradients(config: Any) -> bool:
         getattr(config, "gradient_accumulation_fusion", False)
         and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _gathered(rows: Tensor | None, part: Tensor) -> Tensor:

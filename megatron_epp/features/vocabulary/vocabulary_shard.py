@@ -143,12 +143,8 @@ def _take_whole(chunks: Sequence[Any], is_tied: bool) -> torch.Tensor | None:
             table = chunk.embedding.word_embeddings
             whole = table.weight.data
             del table.weight
-            table.sharded_state_dict = _no_state
+            table.sharded_state_dict = lambda *_, **__: {}
     return whole
-
-
-def _no_state(*_: Any, **__: Any) -> dict[str, ShardedTensor]:
-    return {}
 
 
 def _own_rows(whole: torch.Tensor | None, root: int, vocabulary: Vocabulary, config: Any) -> torch.Tensor:

@@ -77,10 +77,6 @@ class Heads:
     def table(self, table: SegmentTable) -> SegmentTable:
         return table if self.window is None else table.within(self.window)
 
-    def longest_prefix(self, longest: int, most_tokens: int) -> int:
-        """Return the most tokens that a slice of `most_tokens` sees of a sequence of `longest`."""
-        return longest if self.window is None else min(longest, most_tokens + self.window)
-
 
 @dataclass(slots=True)
 class KernelWarmUp:
@@ -115,7 +111,8 @@ class KernelWarmUp:
         if not self._warm and tables:
             most = max(table.num_tokens for table in tables)
             for at, heads in enumerate(self._active):
-                wanted |= {(shape, at) for shape in all_classes(most, heads.longest_prefix(self.longest, most))}
+                seen = self.longest if heads.window is None else min(self.longest, most + heads.window)
+                wanted |= {(shape, at) for shape in all_classes(most, seen)}
         missing = sorted(wanted - (self._repeated if repeats else self._warm))
         self._warm |= wanted
         self._repeated |= wanted if repeats else set()

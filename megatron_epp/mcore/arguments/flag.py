@@ -90,10 +90,6 @@ def planner(text: str) -> str:
     return text
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class Flag:
     """A setting, and its flags."""
@@ -110,7 +106,7 @@ class Flag:
     metavar: str | None = None  # the value in help texts, or its unit; N for whole numbers by default
     alone: str | None = None  # value where the flag is given without one; None where it needs one
     takes_several: bool = False
-    field: Callable[[Any], Any] = _same  # converts a parsed value to the field's
+    field: Callable[[Any], Any] = lambda value: value  # converts a parsed value to the field's
 
     def described(self, help: str, short_help: str = "") -> Flag:
         return replace(self, help=help, short_help=short_help)

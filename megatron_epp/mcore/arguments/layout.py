@@ -171,19 +171,15 @@ def apply_layout(args: argparse.Namespace) -> None:
     args.epp_placement = layout.placement.kind
     args.num_virtual_stages_per_pipeline_rank = None
     if layout.placement.num_stages > 1:
-        args.pipeline_model_parallel_layout = _megatron_layout(layout, getattr(args, "mtp_num_layers", None) or 0)
+        # Of whole layers: a cut one is on the stage that begins it.
+        layers = [-(-end // 2) - -(-start // 2) for start, end in pairwise(accumulate(layout.halves, initial=0))]
+        args.pipeline_model_parallel_layout = layout_flag(layers, getattr(args, "mtp_num_layers", None) or 0)
 
 
 def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
     """Replace ``auto`` or ``balanced`` by the layout that was found."""
     args.epp_layout, args.epp_placement = layers_text(layout.halves).replace(" ", ""), layout.placement.kind
     apply_layout(args)
-
-
-def _megatron_layout(layout: Layout, predictions: int) -> str:
-    """Return a layout of whole layers with as many stages, in Megatron's syntax; a cut layer is on the stage that begins it."""
-    bounds = accumulate(layout.halves, initial=0)
-    return layout_flag([-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)], predictions)
 
 
 def world_of(megatron: Mapping[str, Any]) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import linecache
 import logging
 import os
 import re
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron_epp.data.token_record import missing_tokenizer
@@ -22,6 +23,7 @@ from megatron_epp.mcore.arguments.refusals import START
 from megatron_epp.mcore.arguments.rule import Door, problems_of
 from megatron_epp.mcore.model.kinds import flex_backend
 from megatron_epp.mcore.patches import patching
+from megatron_epp.plan.attributes import having
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import one_line
@@ -45,7 +47,8 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
     door = door_of(args)
     is_user = door is Door.USER
     of_flags = (prepare_epp_args, lambda args: problems_of(args, door, START))
-    of_files = (_packages, _written_folders) if is_user else (_check_documents, *FILES)  # a script may read its own
+    of_documents = (resolve_name("megatron_epp.mcore.data.documents:check_files_of"),) if wants_files and args.epp else ()
+    of_files = (_packages, _written_folders) if is_user else (*of_documents, *FILES)  # a script may read its own
     problems: list[str] = []
     for check in (*(of_flags if wants_flags else ()), *(of_files if wants_files else ())):
         try:
@@ -77,8 +80,8 @@ def validate(args: Namespace) -> Namespace:
     capability = cuda.get_device_capability if cuda.is_available() else lambda device=None: (8, 0)
     with (
         contextlib.redirect_stdout(io.StringIO()),
-        _replaced(os, "environ", environment),
-        _replaced(cuda, "get_device_capability", capability),
+        having(os, environ=environment),
+        having(cuda, get_device_capability=capability),
         refusals_of_megatron(args),
     ):
         # The original: ours would make the checks of `check_start` again.
@@ -87,16 +90,6 @@ def validate(args: Namespace) -> Namespace:
             # A configuration that delays weight gradients is made as `--epp` allows it only where there is a run.
             arguments.core_transformer_config_from_args(Namespace(**vars(flags) | {"delay_wgrad_compute": False}))
     return flags
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -123,22 +116,11 @@ def _asserted(error: Exception) -> str:
     """Return the condition of an assertion without a text, as its source has it; empty for other errors."""
     if not isinstance(error, AssertionError) or str(error) or error.__traceback__ is None:
         return ""
-    trace = error.__traceback__
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return f"it requires {line.removeprefix('assert ').rstrip(', \\')}" if line.startswith("assert ") else ""
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _check_documents(args: Namespace) -> None:
-    """Raise `EppError` for documents that a plan cannot be made of."""
-    if args.epp:
-        from megatron_epp.mcore.data.documents import check_files_of
-
-        check_files_of(args)
 
 
 def _is_remote(path: str) -> bool:
@@ -273,7 +255,7 @@ def _other_schedule(args: Namespace) -> str:
     import torch
     from megatron.training import training
 
-    with _replaced(training, "get_args", lambda: args), refusals_of_megatron(args):
+    with having(training, get_args=lambda: args), refusals_of_megatron(args):
         schedule = training.get_optimizer_param_scheduler(torch.optim.SGD([torch.zeros(1)]))
     try:
         schedule.load_state_dict(saved)

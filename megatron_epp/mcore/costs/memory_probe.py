@@ -76,7 +76,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         above = held.peak_above_entry if is_uniform else _peak(stage, mode)
         return replace(known, bytes_per_token=per_token, full_bytes_per_token=max(0.0, per_token + above))
 
-    first_mlp = _first_mlp(stage) if costs.layers.first_mlp_bytes_per_token else 0.0
+    first_mlp = _of_layers(stage, NO_RECOMPUTE)[0][0] if costs.layers.first_mlp_bytes_per_token else 0.0
     known = {"": ModeCosts(LinearTime(), 0.0)} | costs.layers.recompute
     unlike = () if is_alike else _unlike_layers(stage, costs.layers, least)
     modes = {name: at(mode, name) for name, mode in known.items()} if is_alike else _mean(unlike, known)
@@ -107,14 +107,8 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     return costs
 
 
-class _OfLayer(NamedTuple):
-    """Bytes per token of a layer: kept from forward to backward, and the backward's peak above what is live at its begin."""
-
-    kept: float
-    above: float
-
-
-def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
+def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[tuple[float, float]]:
+    """Return the bytes per token that each layer keeps, and its backward's peak above what is live when that begins."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     layers = [_LayerBytes(meter) for _ in layers_of(stage)]
 
@@ -129,8 +123,8 @@ def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[_OfLayer]:
             watching.enter_context(watched([module], partial(note, number)))
         _, output, context = forward(stage, chunk, recompute=recompute)
         backward(stage, output, context)
-    of_token = 1 / chunk.num_tokens
-    return [_OfLayer(layer.kept_bytes * of_token, (layer.peak_bytes - layer.begin_bytes) * of_token) for layer in layers]
+    tokens = chunk.num_tokens
+    return [(layer.kept_bytes / tokens, (layer.peak_bytes - layer.begin_bytes) / tokens) for layer in layers]
 
 
 def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tuple[BlockCosts, ...]:
@@ -141,9 +135,9 @@ def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tupl
     """
     own = {mode: _of_layers(stage, _with(mode, stage.num_layers)) for mode in ("", *mean.recompute, FULL)}
     unlike = []
-    for number, bare in enumerate(own[FULL]):
-        kept_bytes = {mode: least + layers[number].kept - bare.kept for mode, layers in own.items()}
-        most = {mode: kept_bytes[mode] + layers[number].above for mode, layers in own.items()}
+    for number, (bare, _) in enumerate(own[FULL]):
+        kept_bytes = {mode: least + layers[number][0] - bare for mode, layers in own.items()}
+        most = {mode: kept_bytes[mode] + layers[number][1] for mode, layers in own.items()}
         modes = {mode: ModeCosts(known.again, kept_bytes[mode], most[mode]) for mode, known in mean.recompute.items()}
         unlike.append(
             replace(
@@ -235,20 +229,6 @@ def _most_taken_off(caches: Sequence[bool]) -> float:
     return max((mean * (len(caches) - at) - sum(caches[at:]) for at in range(len(caches))), default=0.0)
 
 
-def _first_mlp(stage: MegatronStage) -> float:
-    """Return the bytes per token that an MLP at a stage's start keeps, its input included."""
-    meter, chunk, mlp_bytes = SavedTensors(stage.parameters), bytes_chunk(stage), [0]
-
-    def note(event: str) -> None:
-        if event in ("in", "out"):
-            mlp_bytes[0] = meter.live_bytes - mlp_bytes[0]
-
-    with meter, watched(layers_of(stage)[:1], note):
-        _, output, context = forward(stage, chunk)
-        backward(stage, output, context)
-    return mlp_bytes[0] / chunk.num_tokens
-
-
 def _with(mode: str, count: int, full: int = 0) -> Recompute:
     """Return a `Recompute` of `full` layers in full, then `count` layers in `mode`; empty means that they keep all."""
     return Recompute(full, **{mode: count} if mode else {})
@@ -282,10 +262,6 @@ def _ends(stage: MegatronStage) -> list[torch.nn.Module]:
     return [layers[0], layers[-1]] if cut is not None and cut.begins_with_mlp and cut.ends_with_attention else []
 
 
-def _ahead(stage: MegatronStage) -> list[torch.nn.Module]:
-    return list(stage.language_model.mtp.layers) if stage.depths else []
-
-
 def _last_layer(stage: MegatronStage, that_caches: bool = False) -> list[torch.nn.Module]:
     """Return a stage's last whole layer (that caches keys and values, if any), or the two halves that make its only one."""
     ends = _ends(stage)
@@ -314,8 +290,9 @@ def _held(
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     last, half, ahead = _LayerBytes(meter), _LayerBytes(meter), _LayerBytes(meter)
     layer = _last_layer(stage) if layer is None else layer
+    of_prediction = stage.language_model.mtp.layers if stage.depths else ()
 
-    with meter, watched(layer, last.note), watched(_half(stage), half.note), watched(_ahead(stage), ahead.note):
+    with meter, watched(layer, last.note), watched(_half(stage), half.note), watched(of_prediction, ahead.note):
         _, output, context = forward(stage, chunk, recompute=recompute)
         activations = meter.live_bytes
         backward(stage, output, context, keep_weights)

@@ -80,7 +80,7 @@ def pipeline_costs(
     if source is not None:
         share = source.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
         stored_costs.check_costs(args, source, num_stages, token_bytes)
-        split = tuple(_with_kv(stage, **_heads(sizes), **_sums(args, sizes, stage)) for stage in source.stages)
+        split = tuple(_with_heads(stage, sizes, **_sums(args, sizes, stage)) for stage in source.stages)
         return replace(source, stages=split, fragmentation_share=share)
     note("counting layers")
     layers = by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
@@ -99,7 +99,9 @@ def pipeline_costs(
             for stage in stages.values():
                 run_other_size(stage)
         if torch.cuda.is_initialized():
-            bytes_of = _with_placeholders(bytes_of, placeholder_bytes(args, stages.values()))
+            more = placeholder_bytes(args, stages.values()) // len(stages)  # in equal parts, so that equal stages stay equal
+            for number, own in bytes_of.items():
+                bytes_of[number] = replace(own, static=replace(own.static, buffers=own.static.buffers + more))
         costs = measured(replace(base, stages=by_stage(bytes_of, links)))
     note("exchanging costs")
     return made_by_first(lambda: ask(f"{FORMULAS}:with_device_memory", facts(), costs))
@@ -124,25 +126,18 @@ def _measured_bytes(
     if stage.is_last and not stage.has_loss:  # its output is there until the backward, and autograd does not keep it
         (received, *_) = measured.ends
         measured = measured.changed(INPUT, bytes_per_token=received.bytes_per_token + message_bytes(stage))
-    return replace(_with_kv(measured, **_heads(sizes)), static=_static(args, stage))
+    return replace(_with_heads(measured, sizes), static=_static(args, stage))
 
 
-def _with_kv(costs: StageCosts, **changes: Any) -> StageCosts:
+def _with_heads(costs: StageCosts, sizes: AttentionSizes, **changes: Any) -> StageCosts:
+    """Set this rank's numbers of heads in attention, which determine how much of a prefix's gradient is computed at once."""
+    changes |= {"heads": sizes.kv_heads_on_rank, "queries_per_key": sizes.queries_per_key}
+    changes |= {"expanded_heads": sizes.expanded_heads, "expanded_bytes_per_token": sizes.expanded_bytes_per_token}
     return costs.changed(LAYER, ATTENTION, PREDICTION, kv=replace(costs.kv, **changes))
 
 
 def _with_workspace(costs: StageCosts, num_bytes: int) -> StageCosts:
     return costs.changed(INPUT, workspace_bytes=0).changed(HEAD, workspace_bytes=num_bytes)
-
-
-def _heads(sizes: AttentionSizes) -> dict[str, Any]:
-    """Return this rank's numbers of heads in attention, which determine how much of a prefix's gradient is computed at once."""
-    return {
-        "heads": sizes.kv_heads_on_rank,
-        "queries_per_key": sizes.queries_per_key,
-        "expanded_bytes_per_token": sizes.expanded_bytes_per_token,
-        "expanded_heads": sizes.expanded_heads,
-    }
 
 
 def _sums(args: argparse.Namespace, sizes: AttentionSizes, costs: StageCosts) -> dict[str, Any]:
@@ -166,15 +161,6 @@ def _with_largest_workspaces(stages: dict[int, StageCosts]) -> dict[int, StageCo
         number: _with_workspace(costs, max(sizes[number] for sizes in of_ranks if number in sizes))
         for number, costs in stages.items()
     }
-
-
-def _with_placeholders(stages: dict[int, StageCosts], num_bytes: int) -> dict[int, StageCosts]:
-    """Add a rank's placeholders to the buffers of its stages, in equal parts, so that equal stages stay equal."""
-
-    def added(static: Static) -> Static:
-        return replace(static, buffers=static.buffers + num_bytes // len(stages))
-
-    return {number: replace(costs, static=added(costs.static)) for number, costs in stages.items()}
 
 
 def _by_blocks(costs: StageCosts, product: LinearTime, workspace_bytes: int) -> StageCosts:

@@ -63,7 +63,9 @@ def build_document_iterators(
     most_tokens = max(batch_tokens, data_parallel_size * args.seq_length) * (args.train_iters or 0) if batch_tokens else 0
     splits = build_splits(args, num_samples, tokenizer, most_tokens)
     consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
-    eod = _masked_end(tokenizer) if args.eod_mask_loss else None
+    eod = tokenizer.eod if args.eod_mask_loss else None
+    if args.eod_mask_loss and eod is None:
+        raise EppError(f"--eod-mask-loss: this run's tokenizer ({tokenizer}) has no end-of-document token; leave it out")
 
     def iterator(number: int) -> PlannedBatches | None:
         if (split := splits[number]) is None:
@@ -173,12 +175,6 @@ def blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
             " (`megatron-epp prepare` makes one from text files or JSONL)"
         )
     return blend, blend_per_split
-
-
-def _masked_end(tokenizer: Tokenizer) -> int:
-    if tokenizer.eod is None:
-        raise EppError(f"--eod-mask-loss: this run's tokenizer ({tokenizer}) has no end-of-document token; leave it out")
-    return tokenizer.eod
 
 
 def identity_of_run(args: Namespace) -> Tokenizer:

@@ -123,11 +123,8 @@ class Schedule:
         """
         sources: list[Microbatches] = []
         if len(iterators) != num_chunks:
-            return (
-                sources,
-                None,
-                f"there are {len(iterators)} data iterators for {num_chunks} model chunks: give a list of as many",
-            )
+            problem = f"there are {len(iterators)} data iterators for {num_chunks} model chunks: give a list of as many"
+            return sources, None, problem
         try:
             sources = [take(iterator, count, self._shape) for iterator in iterators]
             known = [shapes for source in sources if (shapes := source.shapes()) is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from types import ModuleType
@@ -90,14 +90,11 @@ class ByOffset(Microbatches):
     The caller holds them whether or not they are taken, so they have no bytes here.
     """
 
-    def __init__(
-        self, iterator: Any, count: int, shape_of: Callable[[Any], Microbatch], keys: Sequence[str] = ("total_lengths",)
-    ) -> None:
-        self._iterator, self._count, self._first = iterator, count, iterator.offset
-        self._shape_of, self._keys = shape_of, list(keys)
+    def __init__(self, iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> None:
+        self._iterator, self._count, self._first, self._shape_of = iterator, count, iterator.offset, shape_of
 
     def shapes(self) -> tuple[Microbatch, ...]:
-        return tuple(self._shape_of(self.at(index).get_next(self._keys)) for index in range(self._count))
+        return tuple(self._shape_of(self.at(index).get_next(["total_lengths"])) for index in range(self._count))
 
     def at(self, index: int) -> Any:
         self._iterator.offset = self._first + index

@@ -51,8 +51,8 @@ class MicrobatchStage:
         self._shards, self._device = shards, own_device()
         self.weights: Any = getattr(unwrap_model(model), "weight_gradients", None)
         """As those of `MegatronStage`."""
-        self.before_last_gradient: Callable[[], None] = _nothing
-        self.reduce_gradients: Callable[[], None] = _nothing
+        self.before_last_gradient: Callable[[], None] = lambda: None
+        self.reduce_gradients: Callable[[], None] = lambda: None
 
     @property
     def recompute_obstacle(self) -> str:
@@ -200,7 +200,3 @@ def layers_of(model: torch.nn.Module) -> Sequence[Any]:
     """Return the layers of a model chunk's decoder, which a multimodal model has inside; none if there is no decoder."""
     language_model = language_model_of(model)
     return () if language_model is None else language_model.decoder.layers
-
-
-def _nothing() -> None:
-    pass

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from megatron_epp.plan.attributes import having
 
 
 class Reduction:
@@ -113,16 +115,11 @@ class NoReduction(Reduction):
         """Start nothing."""
 
 
-@contextlib.contextmanager
-def _later(checks: list[Callable[[], None]]) -> Iterator[None]:
+def _later(checks: list[Callable[[], None]]) -> contextlib.AbstractContextManager[None]:
     """Append Megatron's checks of results to a list instead of making them, which waits for the device."""
     machine = get_rerun_state_machine()
     check = machine.validate_result
-    machine.validate_result = lambda *args, **named: checks.append(partial(check, *args, **named))
-    try:
-        yield
-    finally:
-        machine.validate_result = check
+    return having(machine, validate_result=lambda *args, **named: checks.append(partial(check, *args, **named)))
 
 
 def gather_parameters(config: Any, chunks: Sequence[torch.nn.Module]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunState
+
+from megatron_epp.plan.attributes import having
 
 _MOST_CALLS = 1000
 """Most results with one message that a microbatch may have validated: the distance between two microbatches' numbers."""
@@ -20,21 +21,15 @@ def is_replay() -> bool:
     return machine is not None and machine.state not in (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 
 
-@contextlib.contextmanager
-def numbered_by(index: int) -> Iterator[None]:
-    """Number the results that are validated here by microbatch `index`: Megatron's machine knows a result by its number in the
-    iteration, and after a restart the order of microbatches may be another.
+def numbered_by(index: int) -> AbstractContextManager[None]:
+    """Number the results that are validated in the body by microbatch `index`: Megatron's machine knows a result by its number
+    in the iteration, and after a restart the order of microbatches may be another.
     """
     machine = _machine()
     if machine is None:
-        yield
-        return
+        return nullcontext()
     # Megatron counts results per message since the beginning of the iteration; here each microbatch has a range of numbers.
-    counts, machine.validation_counts = machine.validation_counts, defaultdict(lambda: index * _MOST_CALLS)
-    try:
-        yield
-    finally:
-        machine.validation_counts = counts
+    return having(machine, validation_counts=defaultdict(lambda: index * _MOST_CALLS))
 
 
 def _machine() -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,14 +44,7 @@ class ReportedBatch(Protocol):
     def planning_us(self) -> float: ...
 
 
-class _Nothing(NamedTuple):
-    lengths: tuple[int, ...] = ()
-    plan: Plan | None = None
-    plan_digest: str = ""
-    planning_us: float = 0.0
-
-
-NOTHING = _Nothing()
+NOTHING: Any = SimpleNamespace(lengths=(), plan=None, plan_digest="", planning_us=0.0)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import argparse
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from megatron_epp.mcore.model.kinds import adopt_layers, mixes_tokens
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError, Remedy
-from megatron_epp.plan.placement import Placement
 
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec", "mtp_block_spec")
 """Constructor parameters through which models receive the specs of their layers."""
@@ -65,17 +64,20 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     if args.epp_placement == "v":
         call.arguments |= model_chunks.ends(args, vp_stage)
         if "transformer_layer_spec" not in call.arguments:
-            call.arguments |= _placed_hybrid(call.arguments, placement_of(args))
+            name, placement = next(filter(call.arguments.get, HYBRID_PATTERNS)), placement_of(args)
+            stack = next(name for name in _SPECS if name in call.arguments)
+            call.arguments[stack] = model_chunks.placed_stack(call.arguments[stack], call.arguments[name], placement, vp_stage)
+            call.arguments[name] = model_chunks.placed_pattern(call.arguments[name], placement)
     original(*call.args, **call.kwargs)
     model.cut_layers = layers
-    _finish(model, args, vp_stage)
-
-
-def _placed_hybrid(arguments: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
-    name = next(name for name in HYBRID_PATTERNS if arguments.get(name))
-    spec = next(name for name in _SPECS if name in arguments)
-    stack = model_chunks.placed_stack(arguments[spec], arguments[name], placement, arguments.get("vp_stage"))
-    return {name: model_chunks.placed_pattern(arguments[name], placement), spec: stack}
+    # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
+    number_attentions(model)
+    adopt_layers(model, args)
+    for adopt in targets(Asked(args), "adopt"):
+        adopt(model, args, vp_stage)
+    if args.epp_placement == "v" and not shards_vocabulary(args):
+        model_chunks.tie(model, args)
+    model.has_relay = True
 
 
 def check_adopted(model: torch.nn.Module) -> None:
@@ -119,17 +121,6 @@ def _mixes_tokens(name: str, module: torch.nn.Module) -> bool:
     if name.rpartition(".")[2] not in _MIXERS or isinstance(module, (IdentityOp, torch.nn.Identity)):
         return False
     return not any(relay_of(part) for part in module.modules())
-
-
-def _finish(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
-    # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
-    number_attentions(model)
-    adopt_layers(model, args)
-    for adopt in targets(Asked(args), "adopt"):
-        adopt(model, args, vp_stage)
-    if args.epp_placement == "v" and not shards_vocabulary(args):
-        model_chunks.tie(model, args)
-    model.has_relay = True
 
 
 def relayed(spec: Any) -> Any:

@@ -121,10 +121,7 @@ class BlockLoss(OfRows):
         layer, group = self._layer, self._layer.tp_group
         if self.asked.temperature != 1.0:
             hidden = hidden / self.asked.temperature
-        if layer.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
-        else:
-            whole = copy_to_tensor_model_parallel_region(hidden, group=group)
+        whole = all_tokens(hidden, layer.sequence_parallel, group)
         head = Head(
             self.block_tokens,
             group if group.size() > 1 else None,
@@ -264,6 +261,13 @@ def shard_logits(model: torch.nn.Module) -> None:
             "loss of its own"
         )
     layer.gather_output = False
+
+
+def all_tokens(x: Tensor, sequence_parallel: bool, group: Any) -> Tensor:
+    """Return the input of a product on tensor-parallel ranks: of all tokens, with its gradient summed over ranks."""
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
+    return copy_to_tensor_model_parallel_region(x, group=group)
 
 
 def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:

@@ -117,7 +117,11 @@ def build_model(
         "vp_stage": vp_stage,
     }
     if args.hybrid_layer_pattern is not None:
-        return _hybrid(args, shared)
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        stack = hybrid_stack_spec if args.spec is None else import_module(args.spec)
+        return HybridModel(hybrid_stack_spec=stack, hybrid_layer_pattern=args.hybrid_layer_pattern, **shared)
     spec = _layer_spec(args, config, vp_stage)
     if args.mtp_num_layers:
         use_te = args.transformer_impl == "transformer_engine"
@@ -128,14 +132,6 @@ def build_model(
         rope_scaling_factor=args.rope_scaling_factor,
         **shared,
     )
-
-
-def _hybrid(args: Any, shared: dict[str, Any]) -> torch.nn.Module:
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    spec = hybrid_stack_spec if args.spec is None else import_module(args.spec)
-    return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=args.hybrid_layer_pattern, **shared)
 
 
 def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:

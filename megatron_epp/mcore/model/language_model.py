@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
+
+from megatron_epp.plan.attributes import having
 
 _INSIDE = ("module", "thinker", "language_model")
 """Attributes that lead from a wrapper, or a multimodal model, to the language model inside."""
@@ -29,22 +31,10 @@ def axes_of(language_model: Any) -> int:
     return 3 if getattr(language_model, "position_embedding_type", None) == "mrope" else 1
 
 
-class _Alone:
-    """Process group of this rank alone, as far as rotary embeddings ask."""
-
-    def size(self) -> int:
-        return 1
-
-
-@contextmanager
-def own_positions(language_model: Any) -> Iterator[None]:
+def own_positions(language_model: Any) -> AbstractContextManager[None]:
     """Have a model with several axes turn by the positions that it gets in the body, which are this context-parallel rank's."""
-    rotary = language_model.rotary_pos_emb
-    group, rotary.cp_group = rotary.cp_group, _Alone()
-    try:
-        yield
-    finally:
-        rotary.cp_group = group
+    alone = SimpleNamespace(size=lambda: 1)  # a process group of this rank, as far as rotary embeddings ask
+    return having(language_model.rotary_pos_emb, cp_group=alone)
 
 
 def outputs_of(layer: Any) -> int | None:

@@ -32,6 +32,7 @@ from megatron_epp.mcore.arguments.layout import (
     hybrid_pattern,
     placement_of,
 )
+from megatron_epp.plan.attributes import having
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, StageLayers
 from megatron_epp.plan.placement import Placement
@@ -193,11 +194,8 @@ def tie(model: Any, args: argparse.Namespace) -> None:
 
 def _without_embedding(model: Any, *rest: Any, **named: Any) -> Any:
     """Return the sharded state dict of a last stage that reads the first stage's embedding: Megatron's asks for a copy."""
-    model.mtp_process = False
-    try:
+    with having(model, mtp_process=False):
         return type(model).sharded_state_dict(model, *rest, **named)
-    finally:
-        model.mtp_process = True
 
 
 def placed_pattern(pattern: str, placement: Placement) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron_epp.data.batch import ChunkSpan, InputArrays
 from megatron_epp.plan import EppError
+from megatron_epp.plan.attributes import having
 from megatron_epp.runtime.attention.context_parallel import of_group
 
 
@@ -77,20 +79,13 @@ class OwnInputs:
         rows, *own = (_part(x, arrays.tokens.shape[1], language_model.config) for x in (rows, *features))
         with ExitStack() as hooks:
             for layer, more in zip(self.layers, own, strict=True):
-                hooks.callback(language_model.decoder.layers[layer].register_forward_hook(_Added(more)).remove)
+                hooks.callback(language_model.decoder.layers[layer].register_forward_hook(partial(_add, more)).remove)
             yield rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Added:
-    """Hook that adds features to a layer's hidden states."""
-
-    features: Tensor
-
-    def __call__(self, layer: Any, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return output[0] + self.features, *output[1:]
-        return output + self.features
+def _add(features: Tensor, layer: Any, args: Any, output: Any) -> Any:
+    """Add features to a layer's hidden states, as a hook."""
+    return (output[0] + features, *output[1:]) if isinstance(output, tuple) else output + features
 
 
 def _part(rows: Any, num_tokens: int, config: Any) -> Tensor:
@@ -111,16 +106,7 @@ dropout of their own."""
 @contextmanager
 def _of_all_tokens(embedding: Any) -> Iterator[None]:
     """Have an embedding give all rows to every sequence-parallel rank in the body."""
-    parts = [
-        (part, name)
-        for part in (getattr(embedding, "config", None), *embedding.modules())
-        for name in _PARTS
-        if getattr(part, name, False)
-    ]
-    for part, name in parts:
-        setattr(part, name, False)
-    try:
+    with ExitStack() as held:
+        for part in (getattr(embedding, "config", None), *embedding.modules()):
+            held.enter_context(having(part, **{name: False for name in _PARTS if getattr(part, name, False)}))
         yield
-    finally:
-        for part, name in parts:
-            setattr(part, name, True)

@@ -207,7 +207,7 @@ class MegatronStage:
 
     @property
     def num_layers(self) -> int:
-        """Number of transformer layers of this stage; two halves of different layers count as one (`cost.blocks.StageCosts`)."""
+        """Number of its transformer layers; two halves of different layers count as one (`cost.blocks.StageCosts`)."""
         return self.num_halves // 2
 
     @property

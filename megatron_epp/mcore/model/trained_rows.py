@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_epp.mcore import features
 from megatron_epp.mcore.patches.stock_functions import is_installed
+from megatron_epp.plan.attributes import having
 
 LOSS = "compute_language_model_loss"
 _OF_THE_LOSS = ("forward", "_postprocess", LOSS)
@@ -29,14 +30,9 @@ class OfRows:
         """Change of a program since the loss was chosen, with a remedy; empty for none."""
         raise NotImplementedError
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Compute the losses of all tokens in the body, which is inside `instead` of a subclass."""
-        rows, self._rows = self._rows, None
-        try:
-            yield
-        finally:
-            self._rows = rows
+    def whole(self) -> AbstractContextManager[None]:
+        """Return a context, inside `instead` of a subclass, in which the losses of all tokens are computed."""
+        return having(self, _rows=None)
 
 
 class TrainedRows(OfRows):

@@ -16,6 +16,7 @@ from megatron_epp.mcore.features import bound, described, document_args, epp_arg
 from megatron_epp.mcore.patches import stock_functions
 from megatron_epp.mcore.patches.patching import Patch, when, wrapping
 from megatron_epp.mcore.patches.running_chunk import keep_chunk, runs_chunk
+from megatron_epp.plan.attributes import having
 from megatron_epp.plan.errors import NothingLeftError
 
 logger = logging.getLogger(__name__)
@@ -174,12 +175,9 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
     from megatron_epp.mcore.start.sliced_start import prepare
 
     prepare(args)
-    context = args.seq_length
-    args.seq_length = min(context, _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size)
-    try:
+    most = _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size
+    with having(args, seq_length=min(args.seq_length, most)):
         original(*rest, **named)
-    finally:
-        args.seq_length = context
 
 
 def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: Any, **named: Any) -> None:
@@ -238,15 +236,6 @@ def _complete_reports() -> None:
         runs.complete_reports()
 
 
-def _refuse_nothing(args: Any) -> None:
-    """Raise `NothingLeftError` if a training has trained no iteration because its checkpoint has all of them."""
-    if args is not None and args.train_iters and not args.skip_train and args.iteration >= args.train_iters:
-        raise NothingLeftError(
-            f"nothing was trained: the checkpoint in {args.load} has {args.iteration} iterations, and --train-iters is "
-            f"{args.train_iters}; raise it to go on"
-        )
-
-
 def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Refuse functions of the script that --epp would not use, and end planning when training ends."""
     global _provider
@@ -258,7 +247,12 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         call.arguments["get_embedding_ranks"] = functools.partial(_embedding_ranks, chosen)
     try:
         result = original(*call.args, **call.kwargs)
-        _refuse_nothing(epp_args())
+        args = epp_args()
+        if args is not None and args.train_iters and not args.skip_train and args.iteration >= args.train_iters:
+            raise NothingLeftError(
+                f"nothing was trained: the checkpoint in {args.load} has {args.iteration} iterations, and --train-iters is "
+                f"{args.train_iters}; raise it to go on"
+            )
         return result
     finally:  # by name, of what was imported: a run without --epp has no such module, and needs none
         if runs := sys.modules.get("megatron_epp.mcore.iteration.sliced_run"):
@@ -289,10 +283,6 @@ def _run_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any
     from megatron_epp.mcore.iteration.microbatch_schedule import forward_backward_user
 
     return forward_backward_user(*rest, **named)
-
-
-def _on_documents() -> bool:
-    return document_args() is not None
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -367,7 +357,10 @@ def patches() -> tuple[Patch, ...]:
         ),
         *(
             when(
-                _on_documents, target, f"megatron_epp.mcore.model.predictions:{name}", "plans know the tokens ahead of a chunk"
+                lambda: document_args() is not None,
+                target,
+                f"megatron_epp.mcore.model.predictions:{name}",
+                "plans know the tokens ahead of a chunk",
             )
             for target, name in _OF_PREDICTION.items()
         ),

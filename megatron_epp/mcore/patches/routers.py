@@ -75,14 +75,9 @@ def need_routing(model: torch.nn.Module) -> None:
 # ---- in the place of Megatron's functions, while a chunk runs ----------------------------------------------------------
 
 
-def _real() -> RealTokens:
-    real: RealTokens = running.real
-    return real
-
-
 def route(original: Callable[..., Any], router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
     """Tell a router which tokens of a chunk are padding, and remember the layer of which it is."""
-    real = _real()
+    real: RealTokens = running.real
     if running.routes is not None:
         running.layer = -1 if router.is_mtp_layer else router.layer_number - 1
     if real.total < real.rows * router.tp_cp_group.size():
@@ -100,7 +95,7 @@ def replay(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 def count_tokens(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Weight a router's loss by the number of the chunk's tokens without padding."""
     per_expert, *_ = original(*rest, **named)
-    real = _real()
+    real: RealTokens = running.real
     ranks = features.bound(original, *rest, **named).arguments["reduce_group"].size()
     # Megatron multiplies the loss by the second (with per-token losses), and divides by the third.
     return per_expert, features.router_loss_tokens(real.total, ranks), real.total
@@ -112,7 +107,7 @@ def apply_z_loss(original: Callable[..., Any], router: Any, logits: Tensor, padd
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     # Under the same conditions as Megatron: without gradients, as in the first run of a recomputed layer, nothing is added.
-    real, coefficient = _real(), router.config.moe_z_loss_coeff
+    real, coefficient = running.real, router.config.moe_z_loss_coeff
     if coefficient is None or not router.training or not torch.is_grad_enabled():
         return original(router, logits, padding_mask=padding_mask)
     squares = torch.logsumexp(logits, dim=-1).square()
@@ -135,7 +130,7 @@ def count_for_bias(original: Callable[..., Any], router: Any, routing_map: Tenso
 
 def balance(original: Callable[..., Any], router: Any, logits: Tensor) -> Any:
     """Balance tokens over experts (Sinkhorn) without padding."""
-    real = _real()
+    real: RealTokens = running.real
     if real.on_rank in (0, real.rows):
         return original(router, logits)
     # Padding by itself: it needs routes, too, but its logits must not change the balance of the tokens.
@@ -146,7 +141,7 @@ def balance(original: Callable[..., Any], router: Any, logits: Tensor) -> Any:
 
 def drop_tokens(original: Callable[..., Any], probs: Tensor, routing_map: Tensor, *rest: Any, **named: Any) -> Any:
     """Give experts a capacity for tokens without padding, which goes to none of them."""
-    real = _real()
+    real: RealTokens = running.real
     if real.on_rank == real.rows:
         return original(probs, routing_map, *rest, **named)
     routes = probs[: real.on_rank], routing_map[: real.on_rank]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+from megatron_epp.plan.attributes import having
 
 
 class _Running(threading.local):
@@ -23,15 +25,9 @@ class _Running(threading.local):
 running = _Running()
 
 
-@contextmanager
-def chunk(real: Any, routes: Any = None) -> Iterator[None]:
+def chunk(real: Any, routes: Any = None) -> AbstractContextManager[None]:
     """Return a context in which routers see a chunk, and replay its routes; None for Megatron's own behaviour."""
-    before = running.real, running.routes
-    running.real, running.routes = real, routes
-    try:
-        yield
-    finally:
-        running.real, running.routes = before
+    return having(running, real=real, routes=routes)
 
 
 def runs_chunk() -> bool:

@@ -12,7 +12,7 @@ import re
 import zipfile
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from megatron_epp.mcore.arguments.start import TRACKER, newest_checkpoint
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import parse_json, read_text
 from megatron_epp.plan.writing import write_text
+from megatron_epp.runtime.links.objects import made_by_first
 from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -46,9 +47,7 @@ def watched_save(args: Namespace) -> AbstractContextManager[None]:
     )
 
 
-@cache
-def _watchdog(limit_s: float) -> Watchdog:
-    return Watchdog(limit_s, limit_name="--epp-save-limit-seconds")
+_watchdog = cache(partial(Watchdog, limit_name="--epp-save-limit-seconds"))
 
 
 def settle(args: Namespace) -> None:
@@ -58,20 +57,8 @@ def settle(args: Namespace) -> None:
     """
     if args.load is None or args.ckpt_step is not None or args.non_persistent_ckpt_type == "local":
         return
-    _check_on_first_rank(partial(settle_folder, Path(args.load), falls_back=args.epp_checkpoint_fallback))
-
-
-def _check_on_first_rank(check: Callable[[], None]) -> None:
-    """Let one rank check, since it may rename folders, and all raise its error. A collective call."""
-    outcome: list[EppError | None] = [None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            check()
-        except EppError as error:
-            outcome = [error]
-    torch.distributed.broadcast_object_list(outcome, src=0)  # the others wait here, so none reads a checkpoint before
-    if outcome[0] is not None:
-        raise outcome[0]
+    # On one rank, since it may rename folders; the others wait, so none reads a checkpoint before.
+    made_by_first(partial(settle_folder, Path(args.load), falls_back=args.epp_checkpoint_fallback))
 
 
 @contextmanager
@@ -97,7 +84,7 @@ def settle_rows(args: Namespace, entries: int) -> None:
     """
     folders = [Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder is not None]
     if folders:
-        _check_on_first_rank(partial(_check_rows, folders, args.padded_vocab_size, entries, args.tensor_model_parallel_size))
+        made_by_first(partial(_check_rows, folders, args.padded_vocab_size, entries, args.tensor_model_parallel_size))
 
 
 def _check_rows(folders: Sequence[Path], model_rows: int, entries: int, tensor_ranks: int) -> None:

@@ -10,7 +10,7 @@ import argparse
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +57,6 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "epp_layout.json"
 _BATCHES = 8
 """Number of the run's first batches that are the sample. Not measured: more make the search longer, in proportion."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    """Choices of the job's first rank."""
-
-    layout: Layout
-    splits_weights: bool = False  # weight gradients are actions of their own, where plans are faster with them
-    # The logits of a whole chunk are there at once, where `--epp-loss-block-tokens` leaves it open
-    has_whole_logits: bool = False
 
 
 def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
@@ -127,7 +117,7 @@ def _obstacle(flags: argparse.Namespace, layout: Layout) -> str:
     return ""
 
 
-def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: PipelineCosts | None) -> _Choices:
+def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: PipelineCosts | None) -> LayoutAnswer:
     first, is_asked = given_layout(args), args.epp_layout in SEARCHED and not args.epp_chosen_by_default
     if costs is not None:  # they are of one layout
         if is_asked:
@@ -135,12 +125,12 @@ def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: PipelineCos
                 f"{LAYOUT_FLAG} {args.epp_layout} needs costs of layers, and --epp-costs {args.epp_costs} has costs of stages"
             )
         logger.info("layers are as Megatron divides them, since --epp-costs %s has costs of stages", args.epp_costs)
-        return _Choices(replace(first, shards_vocabulary=costs.vocabulary is not None), costs.splits_weight)
+        return LayoutAnswer(replace(first, shards_vocabulary=costs.vocabulary is not None), costs.splits_weight)
     if not is_asked and (folder := _fixed_state(args)):
         logger.info("stages are those of %s, since no others can load its optimizer state", folder)
-        return _Choices(first)
+        return LayoutAnswer(first)
     if args.skip_train:
-        return _Choices(first)
+        return LayoutAnswer(first)
     placements: tuple[Placement, ...] = (first.placement,)
     search = args.epp_layout if args.epp_layout in SEARCHED else ""
     if search == "auto":
@@ -154,7 +144,7 @@ def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: PipelineCos
         if is_asked:
             raise
         logger.info("layers are as Megatron divides them, since no layout fits: %s", error.text(TRAINING))
-        return _Choices(first)
+        return LayoutAnswer(first)
     plain = "Megatron's layers" if args.epp_layout == "auto" else "without the choice"
     logger.info(
         "layout: %s%s%s: %s for batches like the first %d",
@@ -164,7 +154,7 @@ def _new(args: argparse.Namespace, flags: argparse.Namespace, costs: PipelineCos
         f"{answer.gain:.1%} less time than {plain}" if answer.gain > 0 else "no other is clearly faster",
         len(batches),
     )
-    return _Choices(answer.layout, answer.splits_weights, answer.has_whole_logits)
+    return answer
 
 
 def _longest_with_logits(args: argparse.Namespace) -> int:
@@ -253,7 +243,7 @@ def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
         yield tuple(int(dataset.lengths[index]) for index in sequences_of(dataset, drawn)[0])
 
 
-def _kept(args: argparse.Namespace, flags: argparse.Namespace, chosen_with: dict[str, Any]) -> _Choices | None:
+def _kept(args: argparse.Namespace, flags: argparse.Namespace, chosen_with: dict[str, Any]) -> LayoutAnswer | None:
     """Return the choices in the folder of the loaded checkpoint; None if there are none, or if they cannot run here."""
     path = Path(args.load, FILE_NAME) if args.load else None
     if path is None or not path.exists():
@@ -281,4 +271,4 @@ def _kept(args: argparse.Namespace, flags: argparse.Namespace, chosen_with: dict
         logger.warning("the layout of %s is kept, though it was chosen with other flags: --%s", path, ", --".join(others))
     logger.info("layout of the run before: %s", layout.text())
     logits = args.epp_loss_block_tokens == AUTO and then.get("epp_loss_block_tokens") == 0
-    return _Choices(layout, then.get("epp_split_weight_gradient") is True, logits)
+    return LayoutAnswer(layout, then.get("epp_split_weight_gradient") is True, logits)

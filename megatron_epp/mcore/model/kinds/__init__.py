@@ -63,14 +63,6 @@ def mixes_tokens(module: Any) -> bool:
     return any(kind.mixes_tokens and kind.is_of(module) for kind in KINDS)
 
 
-def _has_window_or_sinks(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "window_size", None)) or getattr(args, "softmax_type", "vanilla") != "vanilla"
-
-
-def _hands_on_latents(args: argparse.Namespace) -> bool:
-    return args.epp_latents == "on"
-
-
 def has_experts(settings: Any) -> bool:
     """Return True for flags, or the configuration, of a model with experts."""
     return any(getattr(settings, name, None) for name in ("num_experts", "num_moe_experts"))
@@ -121,7 +113,7 @@ KINDS = (
                 allowed=(None, "learned_absolute", "rope", "yarn", "none"),
             ),
         ),
-        asked=_has_window_or_sinks,
+        asked=lambda args: getattr(args, "window_size", None) or getattr(args, "softmax_type", "vanilla") != "vanilla",
         problems=f"{_HERE}flag_problems:of_attention",
     ),
     LayerKind(
@@ -129,7 +121,7 @@ KINDS = (
         carries="latents, or keys and values",
         symbol="+",
         flags=(Rule("--mla-down-proj-fusion", use="leave it out: it was never tried with slices", doors=Door.SLICES),),
-        asked=_hands_on_latents,
+        asked=lambda args: args.epp_latents == "on",
         problems=f"{_HERE}flag_problems:of_latents",
         is_of=lambda module: hasattr(module, "linear_kv_up_proj"),
         adopt=f"{_HERE}latent_attention:adopt",

@@ -10,14 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_epp.mcore.model.block_loss import all_tokens
 from megatron_epp.mcore.model.replaced import AFTER, BEFORE, put
 from megatron_epp.runtime.attention.latents import latent_attention
 
@@ -49,10 +46,7 @@ def _attend(module: Any, query: Tensor, cached: tuple[Tensor, Tensor], *options:
 
 def _latents(linear: Any, latent: Tensor) -> tuple[Tensor, None]:
     """Return the latents of all tokens, ``[tokens, rank]``. Their gradient, of this rank's heads, is summed over ranks."""
-    latent = _normed(linear, latent)
-    if linear.sequence_parallel:
-        return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=linear.tp_group), None
-    return copy_to_tensor_model_parallel_region(latent, group=linear.tp_group), None
+    return all_tokens(_normed(linear, latent), linear.sequence_parallel, linear.tp_group), None
 
 
 def _normed(linear: Any, x: Tensor) -> Tensor:
