@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,11 +51,8 @@ class PlanSource:
     prepare: Callable[[GlobalBatch, tuple[Action, ...]], object] = lambda batch, actions: None
 
 
-class _Prepared(NamedTuple):
-    """A replica's part of a batch with its plan, and the checksum of the batch's division."""
-
-    batch: GlobalBatch
-    division: int
+type _Prepared = tuple[GlobalBatch, int]
+"""A replica's part of a batch with its plan, and the checksum of the batch's division."""
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
@@ -224,7 +220,7 @@ def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSo
         )
     batch = replace(batch, plan=plan, plan_digest=own.plan_digest, planning_us=own.planning_us, peak_items=own.peak_items)
     batch = replace(batch, actions=own.actions(source.rank))
-    return _Prepared(replace(batch, prepared=source.prepare(batch, batch.actions)), own.division)
+    return replace(batch, prepared=source.prepare(batch, batch.actions)), own.division
 
 
 def _first_few(lengths: tuple[int, ...]) -> str:

@@ -144,6 +144,12 @@ class Samples:
     def __len__(self) -> int:
         return len(self._samples)
 
+    def __getitem__(self, index: int) -> TokenSample:
+        return self._samples[index]
+
+    def spans(self, index: int) -> tuple[TokenSpan, ...]:
+        return self._samples[index].spans
+
     def num_trained(self) -> list[int]:
         return [len(sample.tokens) - 1 if sample.trained is None else int(sample.trained[1:].sum()) for sample in self._samples]
 
@@ -157,27 +163,6 @@ class Samples:
     def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
         values = self._samples[index].columns[name]
         return np.broadcast_to(values, end - start) if values.ndim == 0 else values[start:end]
-
-    def spans(self, index: int) -> tuple[TokenSpan, ...]:
-        return self._samples[index].spans
-
-    def payload(self, index: int, span: int) -> Any:
-        return self._samples[index].payloads[span]
-
-    def input_column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
-        """Return the values of tokens ``[start, end)`` of a sequence as inputs, ``[tokens]`` or ``[tokens, width]``."""
-        return self._samples[index].inputs[name][start:end]
-
-    def positions(self, index: int, start: int, end: int) -> np.ndarray | None:
-        """Return the positions of tokens ``[start, end)`` of a sequence, ``[tokens, axes]``; None for their places."""
-        positions = self._samples[index].positions
-        return None if positions is None else positions[start:end]
-
-    def routes(self, index: int, layer: int, start: int, end: int) -> np.ndarray:
-        """Return the experts of tokens ``[start, end)`` of a sequence in a layer, int16 ``[tokens, experts per token]``."""
-        if layer not in (routes := self._samples[index].routes):
-            raise EppError(f"the model has experts in layer {layer}, counted from 0, of which samples have no {ROUTES}")
-        return routes[layer][start:end]
 
     def take_payloads(self, other: Samples) -> None:
         """Use the payloads of samples that are equal but for these."""

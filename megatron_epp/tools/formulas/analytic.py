@@ -23,12 +23,11 @@ from megatron_epp.tools.formulas.device import least_working_bytes_per_token, sh
 from megatron_epp.tools.formulas.hardware import Rates
 from megatron_epp.tools.formulas.model_shape import Exchange, ModelShape
 from megatron_epp.tools.formulas.profile import ModelPart, Profile, mean_of
-from megatron_epp.tools.formulas.recurrent import DeltaShape, RecurrentShape, StateSpaceShape
+from megatron_epp.tools.formulas.recurrent import RECURRENT, RecurrentShape
 
 MICROSECONDS = 1e6
 
-_RECURRENT: dict[str, type[RecurrentShape]] = {"G": DeltaShape, "M": StateSpaceShape}
-_MLPS = "-E"  # symbols of recurrences, and of parts without a mixer, see `ModelShape.mixers`
+_MLPS = "-E"  # symbols of parts without a mixer, see `ModelShape.mixers`
 
 _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
 """Times of launching: of weight gradients as a share of a backward, of attention as a share of a dense layer, of a layer with
@@ -68,8 +67,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     copy = LinearTime(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
     forward, backward = _launches(rates, _EMBEDDING_LAUNCHES)
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
-    attends, recurs = shape.share_of("*+"), {symbol: share for symbol in _RECURRENT if (share := shape.share_of(symbol))}
-    states = sum(share * _RECURRENT[symbol].of(shape).state_bytes for symbol, share in recurs.items())
+    attends, recurs = shape.share_of("*+"), {symbol: share for symbol in RECURRENT if (share := shape.share_of(symbol))}
+    states = sum(share * RecurrentShape.of(shape, symbol).state_bytes for symbol, share in recurs.items())
     of_shape: dict[str, Any] = {name: getattr(shape, name) for name in _OF_SHAPE}
     return Profile(
         name=f"analytic:{rates.name}",
@@ -156,7 +155,7 @@ def _mean(part: Callable[[ModelShape, Rates], ModelPart], shape: ModelShape, rat
         if symbol in _MLPS:
             own = _mlp_layer(shape.with_one_mlp if symbol == "-" else shape, rates) if is_whole else ModelPart()
         else:
-            mixer = _RECURRENT[symbol].of(shape) if symbol in _RECURRENT else shape
+            mixer = RecurrentShape.of(shape, symbol) if symbol in RECURRENT else shape
             own = (_mixer_layer if is_whole and shape.is_hybrid else part)(mixer, rates)
         counted += count
         mean = own if counted == count else mean_of(mean, own, count / counted)

@@ -17,7 +17,7 @@ from megatron_epp.port.run_facts import AttentionSizes, CostsFile, LayoutAnswer,
 from megatron_epp.tools.formulas import parameters
 from megatron_epp.tools.formulas.analytic import profile_for
 from megatron_epp.tools.formulas.device import least_working_bytes_per_token, on_device, shard_bytes
-from megatron_epp.tools.formulas.hardware import CPU, H100_NODE, Rates
+from megatron_epp.tools.formulas.hardware import CPU, H100_NODE
 from megatron_epp.tools.formulas.library import balanced_layers, load_costs, shape_of
 from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import Profile
@@ -51,12 +51,6 @@ def pipeline_costs_in(file: CostsFile) -> PipelineCosts | None:
     return costs if isinstance(costs, PipelineCosts) else None
 
 
-def _measured(file: CostsFile | None) -> Profile | None:
-    profile = None if file is None else read_costs(file)
-    assert not isinstance(profile, PipelineCosts)  # which a training takes as they are
-    return profile
-
-
 def prior(
     facts: RunFacts,
     file: CostsFile | None,
@@ -82,12 +76,11 @@ def prior(
 
 
 def _profile(facts: RunFacts, file: CostsFile | None, shape: ModelShape | None = None) -> Profile:
-    return profile_for(_measured(file), shape or model_shape(facts), _rates(facts))
-
-
-def _rates(facts: RunFacts) -> Rates:
+    measured = None if file is None else read_costs(file)
+    assert not isinstance(measured, PipelineCosts)  # which a training takes as they are
     # Any GPU counts as an H100: `learn` corrects times by the first iterations, and a file has the machine's own.
-    return CPU if facts.kernel is None else replace(H100_NODE, attention_kernel=facts.kernel)
+    rates = CPU if facts.kernel is None else replace(H100_NODE, attention_kernel=facts.kernel)
+    return profile_for(measured, shape or model_shape(facts), rates)
 
 
 def with_device_memory(facts: RunFacts, costs: PipelineCosts, buffers: Sequence[int] | None = None) -> PipelineCosts:
