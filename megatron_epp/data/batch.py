@@ -134,14 +134,6 @@ OF_TOKENS = InputColumns()
 """Tokens and their places alone."""
 
 
-class ColumnDataset(SequenceDataset, Protocol):
-    """Sequences with values of every token, for a loss that reads them."""
-
-    def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
-        """Values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``, any numbers."""
-        ...
-
-
 class LossColumns(NamedTuple):
     """Names of the columns that a loss reads, and how it averages; see `losses.Loss`.
 
@@ -313,7 +305,6 @@ class GlobalBatch:
         """Read a loss's inputs of segments, whose mask is given with its padding."""
         from megatron_epp.losses.loss import Average  # here, since most trainings have no loss of the user's
 
-        dataset: Any = self.dataset  # a `ColumnDataset`
         num_tokens = len(loss_mask)
         weights, (sequence, group) = loss_mask.copy(), np.zeros((2, num_tokens), dtype=np.int64)
         members = self._members()
@@ -324,7 +315,7 @@ class GlobalBatch:
             here = slice(at, at := at + end - start)
             sequence[here], group[here] = row, members[row][0]
             for values, name in zip(columns, wanted.names, strict=True):
-                values[:, here] = dataset.column(name, self.indices[row], start + 1, end + 1).T
+                values[:, here] = self._samples.column(name, self.indices[row], start + 1, end + 1).T
             if wanted.average is Average.TOKENS:
                 continue
             whole, total = end == self.lengths[row], self._count(row)

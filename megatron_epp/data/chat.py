@@ -141,16 +141,11 @@ class ChatEncoder:
         samples = [chat.sample(piece, counts.answers) for piece in pieces]
         without_tools = {name: value for name, value in options.items() if name != "tools"}
         rendered_without = partial(self._rendered, without_tools) if len(without_tools) < len(options) else None
-        first = 0
-        for count, _ in pieces:
-            count_fields(
-                counts.fields, chat.messages[:count], self.roles, render, rendered_without, first, options.get("tools")
-            )
-            first = count
+        for first, end in pairwise((0, *(piece.num_messages for piece in pieces))):
+            count_fields(counts.fields, chat.messages[:end], self.roles, render, rendered_without, first, options.get("tools"))
         for name in without_tools:
             counts.fields.present[name + OF_LINES] += 1
-            counts.fields.lost[name + OF_LINES] += not re.search(rf"\b{re.escape(name)}\b", self.template)
-        counts.fields.lost = +counts.fields.lost
+            counts.fields.lost.update([] if re.search(rf"\b{re.escape(name)}\b", self.template) else [name + OF_LINES])
         if len(samples) > 1:
             counts.answers.num_split += 1
             counts.answers.num_samples += len(samples)
@@ -188,9 +183,7 @@ class _Chat:
     texts: dict[int, str] = field(default_factory=dict)
 
     def pieces(self) -> list[_Piece]:
-        """Return the parts of the conversation that are samples: in each the template renders all its trained messages as it
-        does where they are last.
-        """
+        """Return the parts that are samples: in each the template renders all its trained messages as where they are last."""
         roles = self.encoder.roles
         numbers = [at for at, message in enumerate(self.messages) if message["role"] in roles and at not in self.untrained]
         groups: list[list[int]] = []
@@ -321,9 +314,7 @@ class _Chat:
         return text.startswith(head) and text[len(head) :].lstrip().startswith(_MARKS[0])
 
     def _end(self, ids: Ids, number: int, count: int) -> int:
-        """Return the number of tokens in front of a message, whose text must begin that of `count`; those that join are its
-        own.
-        """
+        """Return the number of tokens before a message, whose text must begin that of `count`; those that join are its own."""
         if number in (0, count):
             return len(ids) if number else 0
         if not self._goes_on(number, count):

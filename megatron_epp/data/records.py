@@ -86,7 +86,11 @@ def has_records(path: Path) -> bool:
 
 
 def is_parquet(path: Path) -> bool:
-    return _head(path).startswith(_PARQUET)
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(len(_PARQUET)) == _PARQUET
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 @contextmanager
@@ -164,14 +168,6 @@ def _pyarrow(what: str) -> Any:
     except ImportError as error:
         raise EppError(f"reading {what} needs pyarrow: pip install 'megatron-epp[parquet]'") from error
     return pyarrow
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with open(path, "rb") as stream:
-            return stream.read(_HEAD_BYTES)
-    except OSError as error:
-        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> EppError:

@@ -112,7 +112,7 @@ class TokenSample:
 
 
 class Samples:
-    """Samples in memory. Implements `ColumnDataset`. Errors call samples by their `names`, by default ``sample 0`` and so on.
+    """Samples in memory: a `SequenceDataset`. Errors call samples by their `names`, by default ``sample 0`` and so on.
 
     `groups` are sequences with one loss, each in one of them; empty for losses over tokens. With `has_routes`, routers replay
     those of the samples. Raises `EppError` if a group is not as the loss needs it, or only some samples have routes.
@@ -136,10 +136,10 @@ class Samples:
         for index, sample in enumerate(self._samples):
             by_group.setdefault(index if sample.group is None else sample.group, []).append(index)
         self.groups = () if asks is None or asks.scope == "token" else tuple(map(tuple, by_group.values()))
-        problem_of = None if asks is None else asks.group_problem
-        for name, group in by_group.items() if problem_of is not None else ():
-            if problem_of is not None and (problem := problem_of([self._samples[index].columns for index in group])):
-                raise EppError(f"group {name!r} {problem}")
+        if asks is not None and asks.group_problem is not None:
+            for name, group in by_group.items():
+                if problem := asks.group_problem([self._samples[index].columns for index in group]):
+                    raise EppError(f"group {name!r} {problem}")
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -161,6 +161,7 @@ class Samples:
         return None if mask is None else mask[start:end]
 
     def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
+        """Values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``."""
         values = self._samples[index].columns[name]
         return np.broadcast_to(values, end - start) if values.ndim == 0 else values[start:end]
 
@@ -240,10 +241,8 @@ def _spans(
     pairs = sorted((_span(span, f"{what}: span {number}", num_inputs), number) for number, span in enumerate(listed))
     for (before, first), (after, second) in pairwise(pairs):
         if after.start < before.end:
-            numbers = (
-                f"spans {first} and {second} overlap: tokens {before.start} to {before.end} and {after.start} to {after.end}"
-            )
-            raise EppError(f"{what}: {numbers}")
+            tokens = f"tokens {before.start} to {before.end} and {after.start} to {after.end}"
+            raise EppError(f"{what}: spans {first} and {second} overlap: {tokens}")
     return tuple(span for span, _ in pairs), tuple(listed[number].get("payload") for _, number in pairs)
 
 

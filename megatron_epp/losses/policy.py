@@ -1,6 +1,4 @@
-"""Losses of policy gradients with clipped ratios, over tokens (PPO, GRPO, DAPO, Dr. GRPO) and over sequences (GSPO), and
-the loss of PPO's value model.
-"""
+"""Losses of policy gradients by clipped ratios of tokens (PPO, GRPO, DAPO, Dr. GRPO) or sequences (GSPO); PPO's of values."""
 
 from __future__ import annotations
 

@@ -180,8 +180,8 @@ def test_ranks_share_the_state_of_a_gated_delta_net():
 def test_a_recurrence_multiplies_with_its_state_and_in_a_block_and_its_ranks_exchange_all_but_their_own_tokens():
     delta = RecurrentShape.of(shape_of(load_flags("qwen3-next-80b-a3b")), "G")
     mamba = RecurrentShape.of(shape_of(load_flags("nemotron-3-nano")), "M")
-    assert delta.rule_products == 32 * (3 * 128 * 128 + 64 * (3 * 128 + 2 * 128))
-    assert mamba.rule_products == 2 * 64 * 64 * 128 + 128 * (64 * 64 + 8 * 128)
+    assert delta.net.rule_products == 32 * (3 * 128 * 128 + 64 * (3 * 128 + 2 * 128))
+    assert mamba.net.rule_products == 2 * 64 * 64 * 128 + 128 * (64 * 64 + 8 * 128)
     for shape in (delta, mamba):
         width = shape.net.exchanged_width + shape.net.value_width
         for ranks in (1, 2, 4):

@@ -22,7 +22,7 @@ from megatron_epp.plan.sizing import loss_workspace_bytes
 from megatron_epp.tools.formulas.device import least_working_bytes_per_token, shard_bytes
 from megatron_epp.tools.formulas.hardware import Rates
 from megatron_epp.tools.formulas.model_shape import Exchange, ModelShape
-from megatron_epp.tools.formulas.profile import ModelPart, Profile, mean_of
+from megatron_epp.tools.formulas.profile import ModelPart, Profile, mean_of, mlp_of
 from megatron_epp.tools.formulas.recurrent import RECURRENT, RecurrentShape
 
 MICROSECONDS = 1e6
@@ -250,20 +250,10 @@ def _mixer_layer(shape: ModelShape, rates: Rates) -> ModelPart:
 
 def _mlp_layer(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of a layer of a hybrid model that has an MLP or experts alone: what a whole layer has besides its attention."""
-    whole, attention, hidden = _layer(shape, rates), _attention_part(shape, rates), shape.hidden_bytes_per_token
-    again = _mlp_again(shape, rates)
-    part = ModelPart(
-        forward=whole.forward.without(attention.forward),
-        backward=whole.backward.without(attention.backward),
-        weight=whole.weight.without(attention.weight),
-        exchange=exchange_line(shape.tensor_exchanges[1:], rates),
-        bytes_per_token=whole.bytes_per_token - attention.bytes_per_token,
-        weight_bytes_per_token=whole.weight_bytes_per_token - attention.weight_bytes_per_token,
-        parameters=whole.parameters - attention.parameters,
-        expert_parameters=whole.expert_parameters,
-        largest_weight=whole.largest_weight,
-    )
-    return _alone(part, dict.fromkeys(("selective", "mlp"), ModeCosts(again, hidden)), hidden)
+    whole, hidden = _layer(shape, rates), shape.hidden_bytes_per_token
+    exchange, modes = exchange_line(shape.tensor_exchanges[1:], rates), ModeCosts(_mlp_again(shape, rates), hidden)
+    part = replace(mlp_of(whole, _attention_part(shape, rates)), exchange=exchange, largest_weight=whole.largest_weight)
+    return _alone(part, dict.fromkeys(("selective", "mlp"), modes), hidden)
 
 
 def _alone(part: ModelPart, modes: dict[str, ModeCosts], hidden: float) -> ModelPart:
@@ -356,8 +346,8 @@ def _recurrence(shape: RecurrentShape, rates: Rates) -> tuple[LinearTime, Linear
 
     What its kernels write for each other is read once in the forward, and made again and read twice in the backward.
     """
-    products_us = MICROSECONDS * 2 * shape.rule_products / rates.attention_forward_flops
-    moved_us = MICROSECONDS * shape.rule_bytes_per_token / rates.memory_bytes
+    products_us = MICROSECONDS * 2 * (shape.net.rule_products / shape.ranks) / rates.attention_forward_flops
+    moved_us = MICROSECONDS * (shape.net.rule_bytes(shape.bytes_per_value) / shape.ranks) / rates.memory_bytes
     return LinearTime(0.0, products_us + 2 * moved_us), LinearTime(0.0, 2.5 * products_us + 4 * moved_us)
 
 

@@ -71,6 +71,7 @@ class DeltaNet:
 
     @property
     def rule_products(self) -> int:
+        """Multiplications of a token's forward of the rule: with the state, and with the tokens of its block."""
         with_state = 3 * self.key_channels * self.value_channels
         in_block = BLOCK_TOKENS * (3 * self.key_channels + 2 * self.value_channels)
         return self.value_heads * (with_state + in_block)

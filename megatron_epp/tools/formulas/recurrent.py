@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from megatron_epp.tools.formulas.layer_sizes import DeltaNet, StateSpace
-from megatron_epp.tools.formulas.model_shape import Exchange, ModelShape
+from megatron_epp.tools.formulas.model_shape import ModelShape
 
 RECURRENT = {"G": "delta", "M": "mamba"}
 """Fields with the sizes of recurrences, by the symbols of `ModelShape.mixers`."""
@@ -41,24 +41,12 @@ class RecurrentShape(ModelShape):
         return 0.0
 
     @property
-    def attention_exchanges(self) -> tuple[Exchange, ...]:
-        width = self.net.exchanged_width + self.net.value_width
-        heads = (1 - 1 / self.context_parallel) * (width * self.bytes_per_value / self.ranks)
-        return self._reduced, Exchange(heads, self.context_parallel, self.tensor_parallel)
+    def _attended_width(self) -> int:
+        return self.net.exchanged_width + self.net.value_width
 
     @property
     def mixer_bytes_per_token(self) -> float:
         return self.net.kept_bytes(self.bytes_per_value) / self.ranks
-
-    @property
-    def rule_products(self) -> float:
-        """Multiplications of a token's forward of the recurrence: with the state, and with the tokens of its block."""
-        return self.net.rule_products / self.ranks
-
-    @property
-    def rule_bytes_per_token(self) -> float:
-        """Bytes that the kernels of the recurrence write for each other."""
-        return self.net.rule_bytes(self.bytes_per_value) / self.ranks
 
     @property
     def state_bytes(self) -> float:
