@@ -221,7 +221,8 @@ def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
 
 def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of a layer's attention with its norm and projections, a part of the costs of `_layer`."""
-    overhead, linear = LinearTime(rates.layer_overhead_us / 2), _layer_products(shape, shape.attention_parameters, rates)
+    overhead, hidden = LinearTime(rates.layer_overhead_us / 2), shape.hidden_bytes_per_token
+    linear = _layer_products(shape, shape.attention_parameters, rates)
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
     exchange = exchange_line(shape.attention_exchanges, rates)
     moved = LinearTime(0.0, MICROSECONDS * shape.attention_moved_bytes_per_token / rates.memory_bytes)
@@ -231,7 +232,7 @@ def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
         backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
         bytes_per_token=shape.attended_bytes_per_token,
-        weight_bytes_per_token=shape.attention_weight_bytes_per_token,
+        weight_bytes_per_token=2 * hidden + shape.mixer_linear_width * shape.bytes_per_value / shape.ranks,
         parameters=shape.attention_parameters / shape.tensor_parallel,
     )
 

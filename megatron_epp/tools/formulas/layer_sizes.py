@@ -254,11 +254,6 @@ class LayerSizes:
         return (self.latent_rank or 0) + (self.query_rank or 0)
 
     @property
-    def _down_width(self) -> int:
-        """Width of what the hidden state is projected to: latents, before their norms, and the keys' part that turns."""
-        return 0 if self.latent_rank is None else self._latents + self.rotated_channels
-
-    @property
     def head_width(self) -> int:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
