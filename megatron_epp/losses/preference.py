@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,7 +51,7 @@ class Preference:
     scope: ClassVar[Scope] = Scope.GROUP
     average: ClassVar[Average] = Average.GROUPS
     logged: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
-    group_problem = staticmethod(_pair_problem)
+    group_problem: ClassVar[Callable[[Sequence[Mapping[str, np.ndarray]]], str]] = staticmethod(_pair_problem)
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -96,7 +96,7 @@ class Reward:
     average: ClassVar[Average] = Average.GROUPS
     columns: ClassVar[tuple[str, ...]] = (PREFERRED,)
     logged: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
-    group_problem = staticmethod(_pair_problem)
+    group_problem: ClassVar[Callable[[Sequence[Mapping[str, np.ndarray]]], str]] = staticmethod(_pair_problem)
     has_values: ClassVar[bool] = True
 
     centre: float = 0.0
