@@ -172,9 +172,11 @@ class ChunkArrays:
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:
         """Return the part of the arrays of one of the ranks that share the chunk's tokens, without inputs of functions."""
-        own = (joined(x, shard) for x in (self.tokens, self.labels, self.loss_mask, self.position_ids))
+        whole = self.tokens, self.labels, self.loss_mask, self.position_ids
+        tokens, labels, loss_mask, position_ids = (joined(x, shard) for x in whole)
         ahead = None if self.ahead is None else AheadArrays(*(joined(column, shard) for column in self.ahead))
-        return ChunkArrays(*own, ahead, routes=None if self.routes is None else joined(self.routes, shard))
+        routes = None if self.routes is None else joined(self.routes, shard)
+        return ChunkArrays(tokens, labels, loss_mask, position_ids, ahead, routes=routes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ def _whole_logits(args: argparse.Namespace, source: Profile, longest: int) -> Wh
     profile, _ = costs_source(whole, longest)
     if profile == source or not isinstance(profile, Profile):
         return None
-    return WholeLogits(lambda layout: costs_by(whole, profile, layout), args.context or longest)
+    return (lambda layout: costs_by(whole, profile, layout)), args.context or longest
 
 
 def balanced_at(args: argparse.Namespace, layout: Layout, lengths: Sequence[int]) -> Layout:

@@ -21,7 +21,7 @@ from megatron_epp.tools.formulas.hardware import CPU, H100_NODE
 from megatron_epp.tools.formulas.library import balanced_layers, load_costs, shape_of
 from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import Profile
-from megatron_epp.tools.layouts.defaults import WholeLogits, settle
+from megatron_epp.tools.layouts.defaults import settle
 from megatron_epp.tools.layouts.layout_choice import Sample
 
 
@@ -152,7 +152,7 @@ def choose_layout(facts: RunFacts, file: CostsFile | None, asked: LayoutQuestion
         layouts = [replace(first, shards_vocabulary=shards) for shards in sample.vocabulary]
     if asked.longest:
         whole = replace(facts.changed(epp_loss_block_tokens=0), loss_block_tokens=0)
-        logits = WholeLogits(partial(costs_of_layout, whole, profile_for_search(whole)), asked.longest)
+        logits = partial(costs_of_layout, whole, profile_for_search(whole)), asked.longest
     tensor_ranks = facts.flags["tensor_model_parallel_size"]
     settled = settle(sample, tensor_ranks=tensor_ranks, opens_weights=asked.opens_weights, layouts=layouts, logits=logits)
     return LayoutAnswer(settled.layout, settled.splits_weight, settled.has_whole_logits, settled.gain)
