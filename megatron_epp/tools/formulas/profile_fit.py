@@ -12,7 +12,7 @@ from megatron_epp.plan.recompute import MLP, MODES, PROJECTIONS
 from megatron_epp.tools.formulas.analytic import analytic_profile, exchange_line
 from megatron_epp.tools.formulas.hardware import Rates
 from megatron_epp.tools.formulas.model_shape import ModelShape
-from megatron_epp.tools.formulas.profile import ModelPart, Profile
+from megatron_epp.tools.formulas.profile import ModelPart, Profile, mlp_of
 
 
 def fit_profile(
@@ -69,12 +69,11 @@ def fit_profile(
 
 def _dense_layer(formula: Profile, attention: ModelPart) -> ModelPart | None:
     """Return the layer without experts of a model that has such layers too: attention as measured, its MLP by formula."""
-    if (dense := formula.dense_layer) is None:
+    if formula.dense_layer is None:
         return None
-    times: dict[str, Any] = {}
-    for name in ("forward", "backward", "weight"):
-        times[name] = getattr(attention, name) + getattr(dense, name).without(getattr(formula.attention, name))
-    return replace(dense, **times)
+    mlp = mlp_of(formula.dense_layer, formula.attention)
+    times: dict[str, Any] = {name: getattr(attention, name) + getattr(mlp, name) for name in ("forward", "backward", "weight")}
+    return replace(formula.dense_layer, **times)
 
 
 def _timed(part: ModelPart, share: float, exchange: LinearTime, lines: Mapping[str, LinearTime]) -> ModelPart:
