@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
@@ -47,20 +48,21 @@ def settings() -> dict[str, Any] | None:
     return {name: getattr(flags_of_user, f"epp_{name}") for name in names}
 
 
+def install(**more: Any) -> None:
+    """Install plans if the environment variable says so. `more` are settings of the framework's own, as `shape_of`."""
+    import megatron_epp
+
+    if (own_settings := settings()) is not None:
+        megatron_epp.install(**more | own_settings)
+
+
 def install_behind(module: str, **more: Any) -> None:
-    """Install plans once a module that only training processes import has been imported, if the environment variable says so.
+    """Install plans (`install`) once a module that only training processes import has been imported.
 
-    Settings are read then: a framework may pass over a plugin's error, but not a module's. `more` are its own, as `shape_of`.
+    Settings are read then: a framework may pass over a plugin's error, but not a module's.
     """
-
-    def install() -> None:
-        import megatron_epp
-
-        if (own_settings := settings()) is not None:
-            megatron_epp.install(**more | own_settings)
-
     if os.environ.get(VARIABLE):
-        when_imported(module, install)
+        when_imported(module, partial(install, **more))
 
 
 def when_imported(name: str, run: Callable[[], None]) -> None:

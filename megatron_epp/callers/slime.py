@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_epp.callers import settings
+from megatron_epp.callers import install
 
 _MULTIPLIER = 128
 """Its default of that flag."""
@@ -17,15 +17,10 @@ _MULTIPLIER = 128
 
 def init(args: Any) -> None:
     """Install plans, if the environment variable says so: slime calls this when Megatron is initialised."""
-    own_settings = settings()
-    if own_settings is None:
-        return
-    import megatron_epp
-
     multiple = int(getattr(args, "data_pad_size_multiplier", _MULTIPLIER)) * int(args.tensor_model_parallel_size)
 
     def padded_lengths(item: Mapping[str, Any]) -> list[int]:
         lengths = [*map(int, item["total_lengths"])]
         return [*lengths, -sum(lengths) % multiple]
 
-    megatron_epp.install(shape_of=padded_lengths, **own_settings)
+    install(shape_of=padded_lengths)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -102,11 +101,12 @@ class ChunkSpan:
     start: int
     num_tokens: int
     sample: int
-    _payload_of: Callable[[], Any]
+    _number: int  # among the spans of the sample
+    _samples: Any  # which may take other payloads until this one is read
 
     @property
     def payload(self) -> Any:
-        return self._payload_of()
+        return self._samples[self.sample].payloads[self._number]
 
 
 class InputArrays(NamedTuple):
@@ -132,14 +132,6 @@ class InputColumns(NamedTuple):
 
 OF_TOKENS = InputColumns()
 """Tokens and their places alone."""
-
-
-class ColumnDataset(SequenceDataset, Protocol):
-    """Sequences with values of every token, for a loss that reads them."""
-
-    def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
-        """Values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``, any numbers."""
-        ...
 
 
 class LossColumns(NamedTuple):
@@ -180,12 +172,11 @@ class ChunkArrays:
 
     def part(self, shard: Sequence[slice]) -> ChunkArrays:
         """Return the part of the arrays of one of the ranks that share the chunk's tokens, without inputs of functions."""
-        ahead = self.ahead
-        if ahead is not None:
-            ahead = AheadArrays(*(joined(column, shard) for column in ahead))
-        tokens, labels = joined(self.tokens, shard), joined(self.labels, shard)
-        own = tokens, labels, joined(self.loss_mask, shard), joined(self.position_ids, shard), ahead
-        return ChunkArrays(*own, routes=None if self.routes is None else joined(self.routes, shard))
+        whole = self.tokens, self.labels, self.loss_mask, self.position_ids
+        tokens, labels, loss_mask, position_ids = (joined(x, shard) for x in whole)
+        ahead = None if self.ahead is None else AheadArrays(*(joined(column, shard) for column in self.ahead))
+        routes = None if self.routes is None else joined(self.routes, shard)
+        return ChunkArrays(tokens, labels, loss_mask, position_ids, ahead, routes=routes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,21 +283,20 @@ class GlobalBatch:
         return ChunkArrays(own(tokens), own(labels), own(loss_mask), at_axes, more, read, of_function, routes)
 
     def _positions(self, asked: InputColumns, sequence: int, start: int, end: int) -> np.ndarray:
-        own = self._samples.positions(self.indices[sequence], start, end) if asked.axes > 1 else None
-        return np.arange(start, end)[None] if own is None else own.T
+        own = self._samples[self.indices[sequence]].positions if asked.axes > 1 else None
+        return np.arange(start, end)[None] if own is None else own[start:end].T
 
     def _column(self, name: str, segments: Sequence[Segment], num_tokens: int) -> np.ndarray:
-        parts = [self._samples.input_column(name, self.indices[row], start, end) for row, start, end in segments]
+        parts = [self._samples[self.indices[row]].inputs[name][start:end] for row, start, end in segments]
         padding = np.zeros((num_tokens - sum(map(len, parts)), *parts[0].shape[1:]), dtype=np.float32)
         return np.concatenate([*parts, padding])
 
     def _spans(self, segments: Sequence[Segment]) -> Iterator[ChunkSpan]:
         at = 0
         for row, start, end in segments:
-            for number, span in enumerate(self._samples.spans(index := self.indices[row])):
+            for number, span in enumerate(self._samples[index := self.indices[row]].spans):
                 if start <= span.start < end:
-                    payload_of = partial(self._samples.payload, index, number)
-                    yield ChunkSpan(at + span.start - start, span.end - span.start, index, payload_of)
+                    yield ChunkSpan(at + span.start - start, span.end - span.start, index, number, self._samples)
             at += end - start
 
     @property
@@ -317,7 +307,6 @@ class GlobalBatch:
         """Read a loss's inputs of segments, whose mask is given with its padding."""
         from megatron_epp.losses.loss import Average  # here, since most trainings have no loss of the user's
 
-        dataset: Any = self.dataset  # a `ColumnDataset`
         num_tokens = len(loss_mask)
         weights, (sequence, group) = loss_mask.copy(), np.zeros((2, num_tokens), dtype=np.int64)
         members = self._members()
@@ -328,7 +317,7 @@ class GlobalBatch:
             here = slice(at, at := at + end - start)
             sequence[here], group[here] = row, members[row][0]
             for values, name in zip(columns, wanted.names, strict=True):
-                values[:, here] = dataset.column(name, self.indices[row], start + 1, end + 1).T
+                values[:, here] = self._samples.column(name, self.indices[row], start + 1, end + 1).T
             if wanted.average is Average.TOKENS:
                 continue
             whole, total = end == self.lengths[row], self._count(row)

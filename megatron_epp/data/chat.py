@@ -52,9 +52,10 @@ class Tokens(NamedTuple):
 
 
 @dataclass(slots=True)
-class Answers:
-    """Counts of the trained answers of conversations, and of the samples that these are."""
+class ChatCounts:
+    """Counts of the trained answers of conversations, of the samples that these are, and of fields of messages."""
 
+    fields: Fields = field(default_factory=Fields)
     num_answers: int = 0
     # Answers that end without a stop token, by the text of the one behind them that is trained with them
     behind: Counter[str] = field(default_factory=Counter)
@@ -89,12 +90,6 @@ class Answers:
                 f"{self.num_headers:,} {total} have their header, or some of it, inside {{% generation %}}: it is not trained, "
                 "for generation gives it to the model"
             )
-
-
-@dataclass(slots=True)
-class ChatCounts:
-    fields: Fields = field(default_factory=Fields)
-    answers: Answers = field(default_factory=Answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +133,18 @@ class ChatEncoder:
         render = partial(self._rendered, options)
         chat = _Chat(self, with_texts(counts.fields, messages, render), options, untrained)
         pieces = chat.pieces()
-        samples = [chat.sample(piece, counts.answers) for piece in pieces]
+        samples = [chat.sample(piece, counts) for piece in pieces]
         without_tools = {name: value for name, value in options.items() if name != "tools"}
         rendered_without = partial(self._rendered, without_tools) if len(without_tools) < len(options) else None
-        first = 0
-        for count, _ in pieces:
-            count_fields(
-                counts.fields, chat.messages[:count], self.roles, render, rendered_without, first, options.get("tools")
-            )
-            first = count
+        for first, end in pairwise((0, *(piece.num_messages for piece in pieces))):
+            count_fields(counts.fields, chat.messages[:end], self.roles, render, rendered_without, first, options.get("tools"))
         for name in without_tools:
             counts.fields.present[name + OF_LINES] += 1
-            counts.fields.lost[name + OF_LINES] += not re.search(rf"\b{re.escape(name)}\b", self.template)
-        counts.fields.lost = +counts.fields.lost
+            counts.fields.lost.update([] if re.search(rf"\b{re.escape(name)}\b", self.template) else [name + OF_LINES])
         if len(samples) > 1:
-            counts.answers.num_split += 1
-            counts.answers.num_samples += len(samples)
-            counts.answers.num_repeated += sum(len(sample.ids) for sample in samples[:-1])
+            counts.num_split += 1
+            counts.num_samples += len(samples)
+            counts.num_repeated += sum(len(sample.ids) for sample in samples[:-1])
         return samples
 
     def _is_switched_off(self, message: Message, number: int) -> bool:
@@ -188,9 +178,7 @@ class _Chat:
     texts: dict[int, str] = field(default_factory=dict)
 
     def pieces(self) -> list[_Piece]:
-        """Return the parts of the conversation that are samples: in each the template renders all its trained messages as it
-        does where they are last.
-        """
+        """Return the parts that are samples: in each the template renders all its trained messages as where they are last."""
         roles = self.encoder.roles
         numbers = [at for at, message in enumerate(self.messages) if message["role"] in roles and at not in self.untrained]
         groups: list[list[int]] = []
@@ -205,10 +193,10 @@ class _Chat:
             pieces[-1] = pieces[-1]._replace(num_messages=total)
         return pieces
 
-    def sample(self, piece: _Piece, answers: Answers) -> Tokens:
+    def sample(self, piece: _Piece, counts: ChatCounts) -> Tokens:
         count, numbers = piece
         if self.encoder.roles == (ASSISTANT,) and _GENERATION.search(self.encoder.template):
-            ids, trained = self._by_marks_of_template(piece, answers)
+            ids, trained = self._by_marks_of_template(piece, counts)
             runs = np.flatnonzero(np.diff(trained, prepend=0, append=0)).reshape(-1, 2).tolist()
         else:
             ids = self._up_to(count)
@@ -219,14 +207,14 @@ class _Chat:
                 trained[start:end] = 1
                 if self.messages[number]["role"] == ASSISTANT and start < end:
                     runs.append([start, end])
-        is_ended = self._stop(ids, trained, runs, answers)
+        is_ended = self._stop(ids, trained, runs, counts)
         if self.encoder.eod is not None and (self.encoder.append_eod or is_ended):
             ids = np.append(ids, self.encoder.eod)
             is_last_trained = self.messages[count - 1]["role"] in self.encoder.roles and count - 1 not in self.untrained
             trained = np.append(trained, np.uint8(is_ended or is_last_trained))
         return Tokens(ids, trained)
 
-    def _by_marks_of_template(self, piece: _Piece, answers: Answers) -> tuple[Ids, NDArray[np.uint8]]:
+    def _by_marks_of_template(self, piece: _Piece, counts: ChatCounts) -> tuple[Ids, NDArray[np.uint8]]:
         """Return the tokens with the mask that the tokenizer makes of the template's marks, without headers."""
         output = self._applied(self.messages[: piece.num_messages], return_assistant_tokens_mask=True)
         ids, trained = _ids(output), np.asarray(output["assistant_masks"], dtype=np.uint8)
@@ -242,7 +230,7 @@ class _Chat:
         for start in np.flatnonzero(np.diff(trained, prepend=0) == 1):
             if end := self._end_of_header(ids, int(start)):
                 trained[start:end] = 0
-                answers.num_headers += 1
+                counts.num_headers += 1
         return ids, trained
 
     def _end_of_header(self, ids: Ids, start: int) -> int:
@@ -256,14 +244,14 @@ class _Chat:
         ends = (begin + common for begin in begins if (common := _num_common(header, ids[begin:])) >= least)
         return next((end for end in ends if end > start), 0)
 
-    def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[Sequence[int]], answers: Answers) -> bool:
+    def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[Sequence[int]], counts: ChatCounts) -> bool:
         """Let answers end with a stop token in the mask, where they have one, and count the others.
 
         Each of `runs` has an answer's first token, and the one behind its last. Returns True if the last one wants an ending
         token.
         """
         encoder = self.encoder
-        answers.num_answers += len(runs)
+        counts.num_answers += len(runs)
         if not encoder.stops or encoder.decode is None:
             return False
         for start, end in runs:
@@ -271,12 +259,12 @@ class _Chat:
                 trained[start + stop + 1 : end] = 0
             elif end < len(ids) and int(ids[end]) in encoder.stops:
                 trained[end] = 1
-                answers.behind[printable(encoder.decode([int(ids[end])]))] += 1
+                counts.behind[printable(encoder.decode([int(ids[end])]))] += 1
             elif end == len(ids) and encoder.eod is not None and encoder.append_eod is not False:
-                answers.num_ended += encoder.append_eod is None
+                counts.num_ended += encoder.append_eod is None
                 return True
             else:
-                answers.open[encoder.decode(ids[max(start, end - 4) : end].tolist())] += 1
+                counts.open[encoder.decode(ids[max(start, end - 4) : end].tolist())] += 1
         return False
 
     def _last_stop(self, answer: Ids) -> int | None:
@@ -321,9 +309,7 @@ class _Chat:
         return text.startswith(head) and text[len(head) :].lstrip().startswith(_MARKS[0])
 
     def _end(self, ids: Ids, number: int, count: int) -> int:
-        """Return the number of tokens in front of a message, whose text must begin that of `count`; those that join are its
-        own.
-        """
+        """Return the number of tokens before a message, whose text must begin that of `count`; those that join are its own."""
         if number in (0, count):
             return len(ids) if number else 0
         if not self._goes_on(number, count):

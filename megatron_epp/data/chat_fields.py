@@ -140,11 +140,10 @@ def count_fields(
     fields.num_null += sum(_differs(render, _with(messages, number, "content", ""), whole) for number in nulls)
     if without_tools is not None and first == 0:
         fields.present[TOOLS] += 1
-        fields.lost[TOOLS] += not _differs(without_tools, messages, whole)
+        fields.lost.update([] if _differs(without_tools, messages, whole) else [TOOLS])
         fields.printed.update([TOOLS] if _is_printed(tools, whole) else [])
     fields.present.update(name for _, name in items)
     fields.lost.update(name for _, name in lost)
-    fields.lost = +fields.lost
     fields.printed.update(name for number, name in items if _is_printed(messages[number][name], whole))
     numbered = {number for number, name in items if (number, name) not in lost}
     for number, message in counted:
@@ -158,9 +157,7 @@ def marked(message: Message, mark: str) -> Message:
 
 
 def _fields_of(message: Message, whole: str) -> list[str]:
-    """Return the names of a message's fields that have a value, without the role; none if only its content has one, and the
-    rendered text has it as it is.
-    """
+    """Return the names of a message's fields with a value, but the role; none if only its content is, rendered as it is."""
     names = [name for name, value in message.items() if name != "role" and value is not None and value not in ("", [], {})]
     return [] if names == ["content"] and (_says(message, whole) or not isinstance(message["content"], str)) else names
 

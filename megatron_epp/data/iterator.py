@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,11 +51,8 @@ class PlanSource:
     prepare: Callable[[GlobalBatch, tuple[Action, ...]], object] = lambda batch, actions: None
 
 
-class _Prepared(NamedTuple):
-    """A replica's part of a batch with its plan, and the checksum of the batch's division."""
-
-    batch: GlobalBatch
-    division: int
+type _Prepared = tuple[GlobalBatch, int]
+"""A replica's part of a batch with its plan, and the checksum of the batch's division."""
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
@@ -224,7 +220,7 @@ def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSo
         )
     batch = replace(batch, plan=plan, plan_digest=own.plan_digest, planning_us=own.planning_us, peak_items=own.peak_items)
     batch = replace(batch, actions=own.actions(source.rank))
-    return _Prepared(replace(batch, prepared=source.prepare(batch, batch.actions)), own.division)
+    return replace(batch, prepared=source.prepare(batch, batch.actions)), own.division
 
 
 def _first_few(lengths: tuple[int, ...]) -> str:
@@ -240,25 +236,22 @@ class Prefetcher[T](Iterator[T]):
     def __init__(self, items: Iterator[T], depth: int) -> None:
         self._ready: queue.Queue[tuple[T] | BaseException] = queue.Queue(maxsize=max(1, depth))
         self._stop = threading.Event()
-        self._error: BaseException | None = None
         # The thread must not hold a reference to self, or a forgotten iterator would never be collected and never stop.
         self._thread = threading.Thread(target=_fill, args=(items, self._ready, self._stop), name="epp-prefetch", daemon=True)
         self._finalizer = weakref.finalize(self, _release, self._ready, self._stop)
         self._thread.start()
 
     def __next__(self) -> T:
-        if self._error is None:
-            if self._stop.is_set():
-                raise StopIteration
-            item = self._ready.get()
-            if isinstance(item, tuple):
-                return item[0]
-            self._error = item
-        raise self._error
+        if self._stop.is_set():
+            raise StopIteration
+        if isinstance(item := self._ready.get(), tuple):
+            return item[0]
+        self._ready.put(item)  # for every later call, since the thread has ended
+        raise item
 
     def is_ready(self) -> bool:
         """True if `__next__` would return, or raise, without waiting."""
-        return self._error is not None or self._stop.is_set() or not self._ready.empty()
+        return self._stop.is_set() or not self._ready.empty()
 
     def close(self) -> None:
         self._finalizer()
@@ -279,8 +272,5 @@ def _fill[T](items: Iterator[T], ready: queue.Queue[tuple[T] | BaseException], s
 def _release[T](ready: queue.Queue[tuple[T] | BaseException], stop: threading.Event) -> None:
     """Stop the thread: after `stop` it puts at most one item, for which emptying the queue makes room."""
     stop.set()
-    try:
-        while True:
-            ready.get_nowait()
-    except queue.Empty:
-        pass
+    while not ready.empty():
+        ready.get_nowait()

@@ -56,10 +56,7 @@ _KINDS: dict[bytes, tuple[str, str]] = {
     b"\x89HDF\r\n\x1a\n": ("an HDF5 file", _TABLE),
     b"SQLite format 3\0": ("an SQLite database", _TABLE),
     b"\x93NUMPY": ("an array of numpy", _TABLE),
-    b"\x80\x02": ("a pickle of Python", _TABLE),
-    b"\x80\x03": ("a pickle of Python", _TABLE),
-    b"\x80\x04": ("a pickle of Python", _TABLE),
-    b"\x80\x05": ("a pickle of Python", _TABLE),
+    **dict.fromkeys((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), ("a pickle of Python", _TABLE)),
     b"%PDF-": ("a PDF", _PAGES),
     b"\xd0\xcf\x11\xe0": ("a document of old Office programs", _PAGES),
     b"\x89PNG": ("a PNG picture", _MEDIA),
@@ -68,8 +65,7 @@ _KINDS: dict[bytes, tuple[str, str]] = {
     b"RIFF": ("a WAV, AVI or WebP file", _MEDIA),
     b"ID3": ("an MP3 file", _MEDIA),
     b"\x7fELF": ("a program", _MEDIA),
-    b"\xff\xfe": ("text in UTF-16", _ENCODED),
-    b"\xfe\xff": ("text in UTF-16", _ENCODED),
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), ("text in UTF-16", _ENCODED)),
 }
 """What a binary file is, by its first bytes, and what to do about it."""
 
@@ -90,7 +86,11 @@ def has_records(path: Path) -> bool:
 
 
 def is_parquet(path: Path) -> bool:
-    return _head(path).startswith(_PARQUET)
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(len(_PARQUET)) == _PARQUET
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 @contextmanager
@@ -168,14 +168,6 @@ def _pyarrow(what: str) -> Any:
     except ImportError as error:
         raise EppError(f"reading {what} needs pyarrow: pip install 'megatron-epp[parquet]'") from error
     return pyarrow
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with open(path, "rb") as stream:
-            return stream.read(_HEAD_BYTES)
-    except OSError as error:
-        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> EppError:

@@ -112,7 +112,7 @@ class TokenSample:
 
 
 class Samples:
-    """Samples in memory. Implements `ColumnDataset`. Errors call samples by their `names`, by default ``sample 0`` and so on.
+    """Samples in memory: a `SequenceDataset`. Errors call samples by their `names`, by default ``sample 0`` and so on.
 
     `groups` are sequences with one loss, each in one of them; empty for losses over tokens. With `has_routes`, routers replay
     those of the samples. Raises `EppError` if a group is not as the loss needs it, or only some samples have routes.
@@ -136,13 +136,19 @@ class Samples:
         for index, sample in enumerate(self._samples):
             by_group.setdefault(index if sample.group is None else sample.group, []).append(index)
         self.groups = () if asks is None or asks.scope == "token" else tuple(map(tuple, by_group.values()))
-        problem_of = None if asks is None else asks.group_problem
-        for name, group in by_group.items() if problem_of is not None else ():
-            if problem_of is not None and (problem := problem_of([self._samples[index].columns for index in group])):
-                raise EppError(f"group {name!r} {problem}")
+        if asks is not None and asks.group_problem is not None:
+            for name, group in by_group.items():
+                if problem := asks.group_problem([self._samples[index].columns for index in group]):
+                    raise EppError(f"group {name!r} {problem}")
 
     def __len__(self) -> int:
         return len(self._samples)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        return self._samples[index]
+
+    def spans(self, index: int) -> tuple[TokenSpan, ...]:
+        return self._samples[index].spans
 
     def num_trained(self) -> list[int]:
         return [len(sample.tokens) - 1 if sample.trained is None else int(sample.trained[1:].sum()) for sample in self._samples]
@@ -155,29 +161,9 @@ class Samples:
         return None if mask is None else mask[start:end]
 
     def column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
+        """Values of tokens ``[start, end)`` of a sequence as labels, ``[tokens]`` or ``[tokens, width]``."""
         values = self._samples[index].columns[name]
         return np.broadcast_to(values, end - start) if values.ndim == 0 else values[start:end]
-
-    def spans(self, index: int) -> tuple[TokenSpan, ...]:
-        return self._samples[index].spans
-
-    def payload(self, index: int, span: int) -> Any:
-        return self._samples[index].payloads[span]
-
-    def input_column(self, name: str, index: int, start: int, end: int) -> np.ndarray:
-        """Return the values of tokens ``[start, end)`` of a sequence as inputs, ``[tokens]`` or ``[tokens, width]``."""
-        return self._samples[index].inputs[name][start:end]
-
-    def positions(self, index: int, start: int, end: int) -> np.ndarray | None:
-        """Return the positions of tokens ``[start, end)`` of a sequence, ``[tokens, axes]``; None for their places."""
-        positions = self._samples[index].positions
-        return None if positions is None else positions[start:end]
-
-    def routes(self, index: int, layer: int, start: int, end: int) -> np.ndarray:
-        """Return the experts of tokens ``[start, end)`` of a sequence in a layer, int16 ``[tokens, experts per token]``."""
-        if layer not in (routes := self._samples[index].routes):
-            raise EppError(f"the model has experts in layer {layer}, counted from 0, of which samples have no {ROUTES}")
-        return routes[layer][start:end]
 
     def take_payloads(self, other: Samples) -> None:
         """Use the payloads of samples that are equal but for these."""
@@ -255,10 +241,8 @@ def _spans(
     pairs = sorted((_span(span, f"{what}: span {number}", num_inputs), number) for number, span in enumerate(listed))
     for (before, first), (after, second) in pairwise(pairs):
         if after.start < before.end:
-            numbers = (
-                f"spans {first} and {second} overlap: tokens {before.start} to {before.end} and {after.start} to {after.end}"
-            )
-            raise EppError(f"{what}: {numbers}")
+            tokens = f"tokens {before.start} to {before.end} and {after.start} to {after.end}"
+            raise EppError(f"{what}: spans {first} and {second} overlap: {tokens}")
     return tuple(span for span, _ in pairs), tuple(listed[number].get("payload") for _, number in pairs)
 
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 logger = logging.getLogger(__name__)
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -163,13 +163,8 @@ def hand_over(text: str, exit_code: int) -> bool:
     return FOLDER_VARIABLE in os.environ
 
 
-class Refusal(NamedTuple):
-    text: str
-    exit_code: int
-
-
-def handed_over(message: str | Mapping[str, Any]) -> Refusal | None:
-    """Return the refusal from the message of torchrun's `ProcessFailure`; None if the rank failed otherwise."""
+def handed_over(message: str | Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return a refusal's text and exit code from the message of torchrun's `ProcessFailure`; None for another failure."""
     if isinstance(message, str) or not (about := message.get("extraInfo", {})).get(_REFUSAL_KEY):
         return None
-    return Refusal(str(message["message"]), int(about.get(_EXIT_CODE_KEY, 1)))
+    return str(message["message"]), int(about.get(_EXIT_CODE_KEY, 1))

@@ -84,27 +84,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def allocator_variables(torch_version: str) -> tuple[str, ...]:
-    """Variables of torch's GPU memory allocator, the preferred one first; 2.9 renamed it, and still reads the old one."""
-    old = ("PYTORCH_CUDA_ALLOC_CONF",)
+def allocator_setting(environment: Mapping[str, str], torch_version: str) -> tuple[str, str | None]:
+    """Name and value of the effective variable of torch's GPU memory allocator; the preferred name and None if none is set.
+
+    torch 2.9 renamed it, and still reads the old one.
+    """
     major, minor = (int(number) for number in torch_version.split(".")[:2])
-    return ("PYTORCH_ALLOC_CONF", *old) if (major, minor) >= (2, 9) else old
-
-
-def allocator_setting(environment: Mapping[str, str], torch_version: str) -> tuple[str, str] | None:
-    """Name and value of the allocator's effective variable; None if none is set."""
-    names = allocator_variables(torch_version)
-    return next(((name, environment[name]) for name in names if name in environment), None)
+    names = ["PYTORCH_ALLOC_CONF"] * ((major, minor) >= (2, 9)) + ["PYTORCH_CUDA_ALLOC_CONF"]
+    return next(((name, environment[name]) for name in names if name in environment), (names[0], None))
 
 
 def allocator_environment(environment: Mapping[str, str], torch_version: str) -> dict[str, str]:
     """Variables to set for processes that train, so that segments expand; none if the user has set the allocator's."""
-    if allocator_setting(environment, torch_version) is not None:
-        return {}
-    return {allocator_variables(torch_version)[0]: EXPANDABLE}
+    name, value = allocator_setting(environment, torch_version)
+    return {name: EXPANDABLE} if value is None else {}
 
 
 def segments_expand(environment: Mapping[str, str], torch_version: str) -> bool:
     """True if the allocator's segments are expandable."""
-    setting = allocator_setting(environment, torch_version)
-    return setting is not None and EXPANDABLE in setting[1]
+    return EXPANDABLE in (allocator_setting(environment, torch_version)[1] or "")

@@ -7,7 +7,6 @@ import fcntl
 import json
 import logging
 import os
-import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -24,11 +23,6 @@ _MOST_BYTES = 4096
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _held: dict[Path, int] = {}
 """Open handles of the folders that this process holds, which the system closes when it ends."""
-
-
-def new_run_id() -> str:
-    """Return an identifier of a run: eight random hexadecimal digits."""
-    return secrets.token_hex(4)
 
 
 def hold(folder: str | os.PathLike[str], run: str) -> None:

@@ -1,10 +1,9 @@
-"""Losses of policy gradients with clipped ratios, over tokens (PPO, GRPO, DAPO, Dr. GRPO) and over sequences (GSPO), and
-the loss of PPO's value model.
-"""
+"""Losses of policy gradients by clipped ratios of tokens (PPO, GRPO, DAPO, Dr. GRPO) or sequences (GSPO); PPO's of values."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,18 +18,6 @@ OLD, ADVANTAGES, REFERENCE, IMPORTANCE = "old_logprobs", "advantages", "referenc
 and importance weights, for samples that another engine drew."""
 OLD_VALUES, RETURNS = "old_values", "returns"
 """Columns: the values that the model gave when the samples were drawn, and what they are to come to."""
-
-
-def _k1(difference: Tensor) -> Tensor:
-    return -difference
-
-
-def _k2(difference: Tensor) -> Tensor:
-    return difference.square() / 2
-
-
-def _k3(difference: Tensor) -> Tensor:
-    return difference.expm1() - difference
 
 
 def _clipped(
@@ -49,7 +36,11 @@ def _clipped(
     return -advantages * counted, torch.where(negative, ratios < 1 - low, (ratios > 1 + high) & (advantages > 0))
 
 
-KL = {"k1": _k1, "k2": _k2, "k3": _k3}
+KL: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda difference: -difference,
+    "k2": lambda difference: difference.square() / 2,
+    "k3": lambda difference: difference.expm1() - difference,
+}
 """Estimates of the divergence from the reference policy, given its log-probability less the policy's (Schulman 2020,
 "Approximating KL divergence")."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,6 +51,7 @@ class Preference:
     scope: ClassVar[Scope] = Scope.GROUP
     average: ClassVar[Average] = Average.GROUPS
     logged: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
+    group_problem: ClassVar[Callable[[Sequence[Mapping[str, np.ndarray]]], str]] = staticmethod(_pair_problem)
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -67,9 +68,6 @@ class Preference:
     @property
     def columns(self) -> tuple[str, ...]:
         return (PREFERRED, *[REFERENCE] * self.has_reference)
-
-    def group_problem(self, columns: Sequence[Mapping[str, np.ndarray]]) -> str:
-        return _pair_problem(columns)
 
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = rows.logprobs - rows.columns[REFERENCE] if self.has_reference else rows.logprobs
@@ -98,15 +96,13 @@ class Reward:
     average: ClassVar[Average] = Average.GROUPS
     columns: ClassVar[tuple[str, ...]] = (PREFERRED,)
     logged: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
+    group_problem: ClassVar[Callable[[Sequence[Mapping[str, np.ndarray]]], str]] = staticmethod(_pair_problem)
     has_values: ClassVar[bool] = True
 
     centre: float = 0.0
 
     def __post_init__(self) -> None:
         check_settings(self, at_least={"centre": 0})
-
-    def group_problem(self, columns: Sequence[Mapping[str, np.ndarray]]) -> str:
-        return _pair_problem(columns)
 
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         assert rows.values is not None  # asked for

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segments_expand
+from megatron_epp.launch.machine import EXPANDABLE, allocator_setting, segments_expand
 from megatron_epp.plan import Action, Op, Plan, is_unlimited
 from megatron_epp.plan.errors import Names, as_setting
 from megatron_epp.plan.simulation import simulate
@@ -67,7 +67,7 @@ class OutOfMemoryReport:
             remedies = error.remedies if self.makes_chunks else error.without_remedies("chunk_tokens").remedies
             changes += [f"{remedy.verb} {remedy.object(self.names)}" for remedy in remedies]
         if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
-            changes.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
+            changes.append(f"{allocator_setting({}, torch.__version__)[0]}={EXPANDABLE}")
         if self.recompute_is_fixed:
             changes.append(self._setting("recompute", "auto"))
         if lower is not None:

@@ -18,6 +18,7 @@ PROGRAMS = {
             "mcore.iteration.document_schedule",
             "mcore.training.checkpoints",
         ),
+<<<<<<< HEAD
         20_992,
     ),
     "iteration": (("mcore.iteration.document_schedule",), 14_476),
@@ -30,6 +31,16 @@ FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_86
 =======
 FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_117, "tests": 53_865, "scripts": 9_900}
 >>>>>>> cut2
+=======
+        21_110,
+    ),
+    "iteration": (("mcore.iteration.document_schedule",), 14_470),
+    "planner": (("planner.search", "planner.service.answers"), 12_040),
+    "command line": (("tools.cli.main",), 4_090),
+}
+"""Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
+FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_870, "scripts": 9_900}
+>>>>>>> cut3
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

@@ -200,8 +200,7 @@ def test_every_answer_that_later_messages_change_is_a_sample_with_its_history_as
     (first, _), (second, _) = SPLIT
     marking = ChatEncoder(Template(forgetting, marks=ANSWERS), "{% generation %}")
     assert sample_texts(marking) == [(first, ["cd"]), (second, ["fgh"])]
-    answers = counts.answers
-    assert (answers.num_split, answers.num_samples, answers.num_repeated) == (1, 2, len(SPLIT[0][0]))
+    assert (counts.num_split, counts.num_samples, counts.num_repeated) == (1, 2, len(SPLIT[0][0]))
 
 
 def test_answers_that_none_of_the_later_messages_change_share_a_sample():
@@ -253,12 +252,12 @@ def test_a_stop_token_behind_an_answer_is_trained_with_it_and_told():
     counts = ChatCounts()
     encoder = ChatEncoder(Template(unstopped), "template", **STOPS)
     assert trained_text(encoder, counts=counts) == ["cd^", "fgh"]
-    followed, endless = counts.answers.warnings()
+    followed, endless = counts.warnings()
     assert followed.startswith("1 of 2 trained answers end without a stop token, and ^ follows them")
     assert endless.startswith("1 of 2 trained answers end without a stop token (their last tokens: 'fgh')")
     marking, counts = ChatEncoder(Template(marks=ANSWERS), "{% generation %}", **STOPS), ChatCounts()
     assert trained_text(marking, counts=counts) == ["cd.", "fgh."]
-    assert counts.answers.behind == {".": 2}
+    assert counts.behind == {".": 2}
 
 
 def test_a_last_answer_without_a_stop_token_gets_the_end_of_a_document():
@@ -266,7 +265,7 @@ def test_a_last_answer_without_a_stop_token_gets_the_end_of_a_document():
     encoder = ChatEncoder(Template(unstopped), "template", eod=ord("$"), append_eod=None, **STOPS)
     assert trained_text(encoder, counts=counts) == ["cd^", "fgh$"]
     assert trained_text(encoder, CHAT[:4]) == ["cd^"]
-    assert list(counts.answers.warnings())[1].endswith("an end-of-document token is added and trained")
+    assert list(counts.warnings())[1].endswith("an end-of-document token is added and trained")
 
 
 @pytest.mark.parametrize("render", [rendered, lambda messages, prompted: rendered(messages, prompted).replace(".", ".\n")])
@@ -274,8 +273,8 @@ def test_the_stop_token_of_an_answer_is_trained_last_and_a_line_break_behind_it_
     counts = ChatCounts()
     encoder = ChatEncoder(Template(render), "template", eod=ord("$"), append_eod=None, **STOPS)
     assert trained_text(encoder, counts=counts) == ["cd.", "fgh."]
-    assert counts.answers.num_answers == 2
-    assert not list(counts.answers.warnings())
+    assert counts.num_answers == 2
+    assert not list(counts.warnings())
 
 
 @pytest.mark.parametrize(
@@ -292,9 +291,9 @@ def test_what_the_marks_have_of_a_header_is_not_trained_and_told_where_it_is_kno
     counts = ChatCounts()
     encoder = ChatEncoder(Template(headed, marks=marks), "{% generation %}", **STOPS)
     assert trained_text(encoder, [USER, ANSWER, ASK, REPLY], counts=counts) == ["cd.", "fgh."]
-    assert counts.answers.num_headers == num_headers
+    assert counts.num_headers == num_headers
     told = "2 of 2 trained answers have their header, or some of it, inside {% generation %}"
-    assert [warning.startswith(told) for warning in counts.answers.warnings()] == [True] * (num_headers > 0)
+    assert [warning.startswith(told) for warning in counts.warnings()] == [True] * (num_headers > 0)
 
 
 def test_a_stop_token_behind_the_whole_conversation_does_not_make_samples_of_its_answers():

@@ -18,7 +18,7 @@ from megatron_epp.tools.formulas.analytic import profile_for
 from megatron_epp.tools.formulas.library import check_formulas, load_flags, shape_of
 from megatron_epp.tools.formulas.model_shape import Exchange
 from megatron_epp.tools.formulas.parameters import kinds_of_layers, parameters_of, summary
-from megatron_epp.tools.formulas.recurrent import DeltaShape, StateSpaceShape
+from megatron_epp.tools.formulas.recurrent import RecurrentShape
 
 SLICES = work_of([Chunk((Segment(0, at, at + 64),)) for at in (0, 64, 128)], [192])
 BILLIONS = {
@@ -178,10 +178,10 @@ def test_ranks_share_the_state_of_a_gated_delta_net():
 
 
 def test_a_recurrence_multiplies_with_its_state_and_in_a_block_and_its_ranks_exchange_all_but_their_own_tokens():
-    delta = DeltaShape.of(shape_of(load_flags("qwen3-next-80b-a3b")))
-    mamba = StateSpaceShape.of(shape_of(load_flags("nemotron-3-nano")))
-    assert delta.rule_products == 32 * (3 * 128 * 128 + 64 * (3 * 128 + 2 * 128))
-    assert mamba.rule_products == 2 * 64 * 64 * 128 + 128 * (64 * 64 + 8 * 128)
+    delta = RecurrentShape.of(shape_of(load_flags("qwen3-next-80b-a3b")), "G")
+    mamba = RecurrentShape.of(shape_of(load_flags("nemotron-3-nano")), "M")
+    assert delta.net.rule_products == 32 * (3 * 128 * 128 + 64 * (3 * 128 + 2 * 128))
+    assert mamba.net.rule_products == 2 * 64 * 64 * 128 + 128 * (64 * 64 + 8 * 128)
     for shape in (delta, mamba):
         width = shape.net.exchanged_width + shape.net.value_width
         for ranks in (1, 2, 4):

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_epp.data.chat import Answers, ChatCounts, ChatEncoder, Tokens, example_lines
+from megatron_epp.data.chat import ChatCounts, ChatEncoder, Tokens, example_lines
 from megatron_epp.data.indexed_documents import MASK_SUFFIX
 from megatron_epp.data.records import RECORD_SUFFIXES
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
@@ -70,7 +70,7 @@ def _lines_of(prefix: str, trained: Trained, num_tokens: int) -> Iterator[str]:
         f" {', '.join(trained.roles)}; conversations without any: {trained.num_documents_without:,} (they take time and train"
         " nothing)"
     )
-    answers: Answers = trained.counts.answers
+    answers = trained.counts
     if answers.num_split:
         yield (
             f"{answers.num_split:,} conversations are {answers.num_samples:,} samples, since the chat template renders earlier "
@@ -123,7 +123,7 @@ def prepare(
     except OSError as error:
         named = str(error.filename or prefix).replace(_partial(prefix), prefix)
         raise EppError(f"{named}: {error.strerror or error}") from error
-    for warning in (*counts.fields.warnings(() if chat is None else chat.roles), *counts.answers.warnings()):
+    for warning in (*counts.fields.warnings(() if chat is None else chat.roles), *counts.warnings()):
         logger.warning("%s", warning)
     return summary
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.features import Asked
-from megatron_epp.launch.run_folder import hold, new_run_id
+from megatron_epp.launch.run_folder import hold
 from megatron_epp.mcore.arguments.layout import placement_of
 from megatron_epp.mcore.arguments.table import TRAINING, names_of
 from megatron_epp.mcore.iteration.loggers import Totals
@@ -228,7 +229,7 @@ def lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
 
 def _hold_folders(args: argparse.Namespace) -> str:
     """Keep other runs out of this one's folders, and return its identifier. Raises `EppError` if another has one of them."""
-    run = new_run_id()
+    run = secrets.token_hex(4)
     for folder in {getattr(args, "save", None), args.epp_report_dir} - {None}:
         hold(folder, run)
     return run

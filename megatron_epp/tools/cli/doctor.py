@@ -15,15 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_epp.launch.machine import (
-    EXPANDABLE,
-    TF32,
-    allocator_setting,
-    allocator_variables,
-    nccl_version,
-    segments_expand,
-    version_of,
-)
+from megatron_epp.launch.machine import EXPANDABLE, TF32, allocator_setting, nccl_version, segments_expand, version_of
 from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
@@ -238,12 +230,11 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
     version = version_of("torch") or "0.0"
-    usual = allocator_variables(version)[0]
-    name, value = allocator_setting(environment, version) or (usual, "not set")
+    name, setting = allocator_setting(environment, version)
     wastes = has_gpu and not segments_expand(environment, version)
-    name = usual if wastes else name
+    name = allocator_setting({}, version)[0] if wastes else name
     todo = f"export {name}={EXPANDABLE}: chunks differ in size, and fixed segments leave gaps"
-    yield Finding(name, WARNING if wastes else OK, value, todo * wastes)
+    yield Finding(name, WARNING if wastes else OK, "not set" if setting is None else setting, todo * wastes)
     if (value := environment.get(TF32, "0")) != "0":
         yield Finding(TF32, OK, f"{value}: fp32 matrices are multiplied in TF32, with errors of 3e-4 (0 to compare in fp32)")
     name, value = "CUDA_DEVICE_MAX_CONNECTIONS", environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "not set"

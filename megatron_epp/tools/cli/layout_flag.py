@@ -152,7 +152,7 @@ def _whole_logits(args: argparse.Namespace, source: Profile, longest: int) -> Wh
     profile, _ = costs_source(whole, longest)
     if profile == source or not isinstance(profile, Profile):
         return None
-    return WholeLogits(lambda layout: costs_by(whole, profile, layout), args.context or longest)
+    return (lambda layout: costs_by(whole, profile, layout)), args.context or longest
 
 
 def _of_text(args: argparse.Namespace, profile: Profile, own: Layout, lengths: tuple[int, ...], *, shards: bool) -> Layout:

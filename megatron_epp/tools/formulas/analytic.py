@@ -22,13 +22,12 @@ from megatron_epp.plan.sizing import loss_workspace_bytes
 from megatron_epp.tools.formulas.device import least_working_bytes_per_token, shard_bytes
 from megatron_epp.tools.formulas.hardware import Rates
 from megatron_epp.tools.formulas.model_shape import Exchange, ModelShape
-from megatron_epp.tools.formulas.profile import ModelPart, Profile, mean_of
-from megatron_epp.tools.formulas.recurrent import DeltaShape, RecurrentShape, StateSpaceShape
+from megatron_epp.tools.formulas.profile import ModelPart, Profile, mean_of, mlp_of
+from megatron_epp.tools.formulas.recurrent import RECURRENT, RecurrentShape
 
 MICROSECONDS = 1e6
 
-_RECURRENT: dict[str, type[RecurrentShape]] = {"G": DeltaShape, "M": StateSpaceShape}
-_MLPS = "-E"  # symbols of recurrences, and of parts without a mixer, see `ModelShape.mixers`
+_MLPS = "-E"  # symbols of parts without a mixer, see `ModelShape.mixers`
 
 _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
 """Times of launching: of weight gradients as a share of a backward, of attention as a share of a dense layer, of a layer with
@@ -68,8 +67,8 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     copy = LinearTime(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
     forward, backward = _launches(rates, _EMBEDDING_LAUNCHES)
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
-    attends, recurs = shape.share_of("*+"), {symbol: share for symbol in _RECURRENT if (share := shape.share_of(symbol))}
-    states = sum(share * _RECURRENT[symbol].of(shape).state_bytes for symbol, share in recurs.items())
+    attends, recurs = shape.share_of("*+"), {symbol: share for symbol in RECURRENT if (share := shape.share_of(symbol))}
+    states = sum(share * RecurrentShape.of(shape, symbol).state_bytes for symbol, share in recurs.items())
     of_shape: dict[str, Any] = {name: getattr(shape, name) for name in _OF_SHAPE}
     return Profile(
         name=f"analytic:{rates.name}",
@@ -156,7 +155,7 @@ def _mean(part: Callable[[ModelShape, Rates], ModelPart], shape: ModelShape, rat
         if symbol in _MLPS:
             own = _mlp_layer(shape.with_one_mlp if symbol == "-" else shape, rates) if is_whole else ModelPart()
         else:
-            mixer = _RECURRENT[symbol].of(shape) if symbol in _RECURRENT else shape
+            mixer = RecurrentShape.of(shape, symbol) if symbol in RECURRENT else shape
             own = (_mixer_layer if is_whole and shape.is_hybrid else part)(mixer, rates)
         counted += count
         mean = own if counted == count else mean_of(mean, own, count / counted)
@@ -222,7 +221,8 @@ def _prediction(shape: ModelShape, rates: Rates) -> ModelPart:
 
 def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of a layer's attention with its norm and projections, a part of the costs of `_layer`."""
-    overhead, linear = LinearTime(rates.layer_overhead_us / 2), _layer_products(shape, shape.attention_parameters, rates)
+    overhead, hidden = LinearTime(rates.layer_overhead_us / 2), shape.hidden_bytes_per_token
+    linear = _layer_products(shape, shape.attention_parameters, rates)
     launch_forward, launch_backward = _launches(rates, _ATTENTION_LAUNCHES)
     exchange = exchange_line(shape.attention_exchanges, rates)
     moved = LinearTime(0.0, MICROSECONDS * shape.attention_moved_bytes_per_token / rates.memory_bytes)
@@ -232,7 +232,7 @@ def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
         backward=launch_backward + overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=launch_backward.scaled(_WEIGHT_LAUNCHES) + linear,
         bytes_per_token=shape.attended_bytes_per_token,
-        weight_bytes_per_token=shape.attention_weight_bytes_per_token,
+        weight_bytes_per_token=2 * hidden + shape.mixer_linear_width * shape.bytes_per_value / shape.ranks,
         parameters=shape.attention_parameters / shape.tensor_parallel,
     )
 
@@ -251,20 +251,10 @@ def _mixer_layer(shape: ModelShape, rates: Rates) -> ModelPart:
 
 def _mlp_layer(shape: ModelShape, rates: Rates) -> ModelPart:
     """Costs of a layer of a hybrid model that has an MLP or experts alone: what a whole layer has besides its attention."""
-    whole, attention, hidden = _layer(shape, rates), _attention_part(shape, rates), shape.hidden_bytes_per_token
-    again = _mlp_again(shape, rates)
-    part = ModelPart(
-        forward=whole.forward.without(attention.forward),
-        backward=whole.backward.without(attention.backward),
-        weight=whole.weight.without(attention.weight),
-        exchange=exchange_line(shape.tensor_exchanges[1:], rates),
-        bytes_per_token=whole.bytes_per_token - attention.bytes_per_token,
-        weight_bytes_per_token=whole.weight_bytes_per_token - attention.weight_bytes_per_token,
-        parameters=whole.parameters - attention.parameters,
-        expert_parameters=whole.expert_parameters,
-        largest_weight=whole.largest_weight,
-    )
-    return _alone(part, dict.fromkeys(("selective", "mlp"), ModeCosts(again, hidden)), hidden)
+    whole, hidden = _layer(shape, rates), shape.hidden_bytes_per_token
+    exchange, modes = exchange_line(shape.tensor_exchanges[1:], rates), ModeCosts(_mlp_again(shape, rates), hidden)
+    part = replace(mlp_of(whole, _attention_part(shape, rates)), exchange=exchange, largest_weight=whole.largest_weight)
+    return _alone(part, dict.fromkeys(("selective", "mlp"), modes), hidden)
 
 
 def _alone(part: ModelPart, modes: dict[str, ModeCosts], hidden: float) -> ModelPart:
@@ -357,8 +347,8 @@ def _recurrence(shape: RecurrentShape, rates: Rates) -> tuple[LinearTime, Linear
 
     What its kernels write for each other is read once in the forward, and made again and read twice in the backward.
     """
-    products_us = MICROSECONDS * 2 * shape.rule_products / rates.attention_forward_flops
-    moved_us = MICROSECONDS * shape.rule_bytes_per_token / rates.memory_bytes
+    products_us = MICROSECONDS * 2 * (shape.net.rule_products / shape.ranks) / rates.attention_forward_flops
+    moved_us = MICROSECONDS * (shape.net.rule_bytes(shape.bytes_per_value) / shape.ranks) / rates.memory_bytes
     return LinearTime(0.0, products_us + 2 * moved_us), LinearTime(0.0, 2.5 * products_us + 4 * moved_us)
 
 

@@ -11,7 +11,6 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.output_layer import ShardBytes
 from megatron_epp.plan.sizing import FP32_BYTES
 from megatron_epp.tools.formulas.model_shape import ModelShape
-from megatron_epp.tools.formulas.recurrent import StateSpaceShape
 
 
 def on_device(
@@ -56,8 +55,10 @@ def on_device(
 
 def least_working_bytes_per_token(shape: ModelShape) -> float:
     """Bytes that some layer of a model holds while it runs, besides what it keeps, where these may be more than it keeps."""
-    recurrence = 0.0 if shape.mamba is None else StateSpaceShape.of(shape).gradient_bytes_per_token
-    return max(shape.dispatched_bytes_per_token, recurrence)
+    if shape.mamba is None:
+        return shape.dispatched_bytes_per_token
+    recurrence = shape.mamba.gradient_bytes(shape.bytes_per_value) / shape.ranks
+    return max(shape.dispatched_bytes_per_token, recurrence + shape.hidden_bytes_per_token)  # and the stream's gradient
 
 
 def shard_bytes(shape: ModelShape, *, fused_accumulation: bool = False) -> ShardBytes:

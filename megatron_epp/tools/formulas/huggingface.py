@@ -257,9 +257,10 @@ def extra_prediction(config: Config) -> Flags:
     return {"mtp_num_layers": depths} if depths else {}
 
 
-def windows(config: Config) -> Flags:
-    """Read in which layers a token attends to its last `sliding_window` tokens alone."""
-    kinds, width = config.layers("layer_types"), config.size("sliding_window", default=0, least=0)
+def windows(config: Config, usual: int = 0) -> Flags:
+    """Read in which layers a token attends to its last `sliding_window` tokens alone; `usual` if the config has no such key."""
+    kinds = config.layers("layer_types")
+    width = config.size("sliding_window", default=0 if "sliding_window" in config.body else usual, least=0)
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
         raise EppError(f"layer_types has {brief(sorted(unknown)[0])}; known are sliding_attention and full_attention")
     narrow = [int(kind == "sliding_attention") for kind in kinds]
@@ -275,11 +276,6 @@ def windows(config: Config) -> Flags:
     return flags | {"window_attn_skip_freq": every if is_regular else runs(narrow)}
 
 
-def usual_windows(config: Config) -> Flags:
-    """Read windows of a kind of model that has them of 4,096 tokens where its config does not say."""
-    return windows(Config({"sliding_window": 4096, **config.body}))
-
-
 def listed_windows(config: Config) -> Flags:
     """Read windows of a kind of model that has them only where its config lists the layers."""
     return {} if config.get("layer_types") is None else windows(config)
@@ -291,13 +287,12 @@ def switched_windows(config: Config, first: int | None = None) -> Flags:
         return {}
     if first is None:
         first = config.size("max_window_layers", default=28, least=0)
-    return usual_windows(_with_layers(config, ["full_attention"] * first + ["sliding_attention"] * MOST_LAYERS))
+    return windows(_with_layers(config, ["full_attention"] * first + ["sliding_attention"] * MOST_LAYERS), 4096)
 
 
 def alternating_windows(config: Config) -> Flags:
     """Read windows of every second layer, beginning with the first, where the config does not list the layers."""
-    alternating = ["sliding_attention", "full_attention"] * MOST_LAYERS
-    return windows(_with_layers(Config({"sliding_window": 128, **config.body}), alternating))
+    return windows(_with_layers(config, ["sliding_attention", "full_attention"] * MOST_LAYERS), 128)
 
 
 def _with_layers(config: Config, kinds: Sequence[str]) -> Config:
@@ -369,7 +364,7 @@ _DELTA = (*_GQA, gated_delta, extra_prediction, _QK_NORM)
 
 ARCHITECTURES: dict[str, tuple[Part, ...]] = {
     "llama": (*_GQA, listed_windows),
-    "mistral": (*_GQA, usual_windows),
+    "mistral": (*_GQA, partial(windows, usual=4096)),
     "qwen2": (*_GQA, switched_windows, always(add_qkv_bias=True)),
     "qwen3": (*_GQA, switched_windows, _QK_NORM),
     "olmo3": (*_GQA, windows, _QK_NORM),

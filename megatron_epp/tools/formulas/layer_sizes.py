@@ -12,6 +12,9 @@ from megatron_epp.plan.flags import ALLTOALL
 from megatron_epp.plan.sizing import shared_heads
 
 PARTS = "*+GM-E"  # symbols of the parts of layers, see `LayerSizes.mixers`
+BLOCK_TOKENS = 64
+"""Tokens between two states that flash-linear-attention's kernel computes; inside such a block it has products of pairs."""
+_SCAN_TOKENS = 128  # the same of mamba-ssm's kernel, as Megatron calls it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,29 @@ class DeltaNet:
         """Values of the states of all heads."""
         return self.value_heads * self.key_channels * self.value_channels
 
+    def kept_bytes(self, bytes_per_value: int) -> float:
+        """Bytes kept of a token: the projection, the rows that the convolution reads, heads that are normalized and then
+        repeated for every head of values, and the rule's output, its norm and what enters the last projection; in fp32 decays,
+        their gate, statistics.
+        """
+        copies = self.value_heads // self.key_heads
+        repeated = 2 * self.key_width * copies if copies > 1 else 0
+        values = self.projected_width + self.mixed_width + 2 * self.key_width + repeated + 4 * self.value_width
+        values += self.value_heads * (BLOCK_TOKENS + 1)  # pairs of a block, and the strength of a write
+        return values * bytes_per_value + 4 * (4 * self.value_heads + 2 * self.key_heads)
+
+    @property
+    def rule_products(self) -> int:
+        """Multiplications of a token's forward of the rule: with the state, and with the tokens of its block."""
+        with_state = 3 * self.key_channels * self.value_channels
+        in_block = BLOCK_TOKENS * (3 * self.key_channels + 2 * self.value_channels)
+        return self.value_heads * (with_state + in_block)
+
+    def rule_bytes(self, bytes_per_value: int) -> float:
+        """Bytes of a token that the rule's kernels write for each other: three rows of a head, and a state of every block."""
+        values = self.key_channels + 2 * self.value_channels + self.key_channels * self.value_channels / BLOCK_TOKENS
+        return self.value_heads * values * bytes_per_value
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpace:
@@ -91,6 +117,33 @@ class StateSpace:
     def parameters(self, hidden_size: int) -> int:
         return hidden_size * (self.projected_width + self.value_width) + self.filter_width * self.mixed_width
 
+    def kept_bytes(self, bytes_per_value: int) -> float:
+        """Bytes kept of a token: the projection, the output ahead of and behind the gate, and the last projection's input."""
+        return (self.projected_width + 3 * self.value_width) * bytes_per_value + 4 * self.groups
+
+    @property
+    def rule_products(self) -> int:
+        """Multiplications of a token's forward: with the state, to write and to read, and with the tokens of its block."""
+        return 2 * self.state_size + _SCAN_TOKENS * (self.value_width + self.groups * self.states)
+
+    def rule_bytes(self, bytes_per_value: int) -> float:
+        """Bytes of a token that the kernels write for each other: the convolution's output, steps and decays, products of pairs
+        in fp32, and a state of every block, in fp32 and once more behind the others.
+        """
+        states = self.state_size * (4 + bytes_per_value) / _SCAN_TOKENS
+        return self.mixed_width * bytes_per_value + 8 * self.heads + 4 * self.groups * _SCAN_TOKENS + states
+
+    def gradient_bytes(self, bytes_per_value: int) -> float:
+        """Bytes of a token, besides what the layer keeps, when its kernel's backward holds most, by the source of mamba-ssm.
+
+        Gradients of the projection; the convolution's output again, and its gradient; products of pairs, steps and decays in
+        fp32; every block's state and its gradient, in fp32 and as values. Gradients of the kernel's output take the place of
+        what the norm and the last projection have kept.
+        """
+        values = self.projected_width + 2 * self.mixed_width
+        states = 2 * self.state_size * (4 + bytes_per_value) / _SCAN_TOKENS
+        return values * bytes_per_value + 12 * self.heads + 4 * self.groups * _SCAN_TOKENS + states
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
@@ -118,8 +171,8 @@ class LayerSizes:
     # attention.
     mixers: str = "*"
     is_hybrid: bool = False  # a layer is such a part alone, and has no MLP or experts besides
-    delta: DeltaNet | None = None  # gated delta net of the layers that have one (`recurrent.DeltaShape`)
-    mamba: StateSpace | None = None  # Mamba-2 mixer of the layers that have one (`recurrent.StateSpaceShape`)
+    delta: DeltaNet | None = None  # gated delta net of the layers that have one (`recurrent.RecurrentShape`)
+    mamba: StateSpace | None = None  # Mamba-2 mixer of the layers that have one
     vocab_size: int  # after padding
     gated_mlp: bool = True  # two input projections (SwiGLU) instead of one
     rotates: bool = False  # attention rotates queries and keys by their positions, without a fused kernel
@@ -199,11 +252,6 @@ class LayerSizes:
     def _latents(self) -> int:
         """Width of the latents of keys and values, and of queries."""
         return (self.latent_rank or 0) + (self.query_rank or 0)
-
-    @property
-    def _down_width(self) -> int:
-        """Width of what the hidden state is projected to: latents, before their norms, and the keys' part that turns."""
-        return 0 if self.latent_rank is None else self._latents + self.rotated_channels
 
     @property
     def head_width(self) -> int:

@@ -57,7 +57,9 @@ class ModelShape(LayerSizes):
     @property
     def mixer_linear_width(self) -> int:
         """Width of outputs of attention's linear layers, and of inputs that are not the hidden state."""
-        return self.query_width + self.output_width + self.cached_width + self._latents + self._down_width
+        # Latents once more before their norms, and the keys' part that turns: to these the hidden state is projected.
+        down = 0 if self.latent_rank is None else self._latents + self.rotated_channels
+        return self.query_width + self.output_width + self.cached_width + self._latents + down
 
     @property
     def _attended_width(self) -> int:
@@ -218,11 +220,6 @@ class ModelShape(LayerSizes):
         """Bytes that weight gradients need: input and output gradient of every linear layer, four of residual width."""
         inner = (self.mixer_linear_width + self._mlp_width) * self.bytes_per_value / self.ranks
         return 4 * self.hidden_bytes_per_token + inner + self.routed_bytes_per_token
-
-    @property
-    def attention_weight_bytes_per_token(self) -> float:
-        inner = self.mixer_linear_width * self.bytes_per_value / self.ranks
-        return 2 * self.hidden_bytes_per_token + inner
 
     @property
     def attention_exchanges(self) -> tuple[Exchange, ...]:

@@ -17,11 +17,11 @@ from megatron_epp.port.run_facts import AttentionSizes, CostsFile, LayoutAnswer,
 from megatron_epp.tools.formulas import parameters
 from megatron_epp.tools.formulas.analytic import profile_for
 from megatron_epp.tools.formulas.device import least_working_bytes_per_token, on_device, shard_bytes
-from megatron_epp.tools.formulas.hardware import CPU, H100_NODE, Rates
+from megatron_epp.tools.formulas.hardware import CPU, H100_NODE
 from megatron_epp.tools.formulas.library import balanced_layers, load_costs, shape_of
 from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import Profile
-from megatron_epp.tools.layouts.defaults import WholeLogits, settle
+from megatron_epp.tools.layouts.defaults import settle
 from megatron_epp.tools.layouts.layout_choice import Sample
 
 
@@ -51,12 +51,6 @@ def pipeline_costs_in(file: CostsFile) -> PipelineCosts | None:
     return costs if isinstance(costs, PipelineCosts) else None
 
 
-def _measured(file: CostsFile | None) -> Profile | None:
-    profile = None if file is None else read_costs(file)
-    assert not isinstance(profile, PipelineCosts)  # which a training takes as they are
-    return profile
-
-
 def prior(
     facts: RunFacts,
     file: CostsFile | None,
@@ -82,12 +76,11 @@ def prior(
 
 
 def _profile(facts: RunFacts, file: CostsFile | None, shape: ModelShape | None = None) -> Profile:
-    return profile_for(_measured(file), shape or model_shape(facts), _rates(facts))
-
-
-def _rates(facts: RunFacts) -> Rates:
+    measured = None if file is None else read_costs(file)
+    assert not isinstance(measured, PipelineCosts)  # which a training takes as they are
     # Any GPU counts as an H100: `learn` corrects times by the first iterations, and a file has the machine's own.
-    return CPU if facts.kernel is None else replace(H100_NODE, attention_kernel=facts.kernel)
+    rates = CPU if facts.kernel is None else replace(H100_NODE, attention_kernel=facts.kernel)
+    return profile_for(measured, shape or model_shape(facts), rates)
 
 
 def with_device_memory(facts: RunFacts, costs: PipelineCosts, buffers: Sequence[int] | None = None) -> PipelineCosts:
@@ -159,7 +152,7 @@ def choose_layout(facts: RunFacts, file: CostsFile | None, asked: LayoutQuestion
         layouts = [replace(first, shards_vocabulary=shards) for shards in sample.vocabulary]
     if asked.longest:
         whole = replace(facts.changed(epp_loss_block_tokens=0), loss_block_tokens=0)
-        logits = WholeLogits(partial(costs_of_layout, whole, profile_for_search(whole)), asked.longest)
+        logits = partial(costs_of_layout, whole, profile_for_search(whole)), asked.longest
     tensor_ranks = facts.flags["tensor_model_parallel_size"]
     settled = settle(sample, tensor_ranks=tensor_ranks, opens_weights=asked.opens_weights, layouts=layouts, logits=logits)
     return LayoutAnswer(settled.layout, settled.splits_weight, settled.has_whole_logits, settled.gain)

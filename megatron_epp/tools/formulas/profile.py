@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -129,19 +130,15 @@ class Profile:
             raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline")
         last = len(layers_per_stage) - 1
         halves = [*map(halves_of, layers_per_stage)]
-        kinds = zip(halves, accumulate(halves, initial=0), range(last + 1), strict=False)
-        stages_of_kind: dict[Any, StageCosts] = {}
-        stages = []
-        for count, start, stage in kinds:
+        stage_of, stages = cache(self._stage), []
+        for stage, (count, start) in enumerate(zip(halves, accumulate(halves, initial=0), strict=False)):
             share = vocabulary_shares[stage] if stage < len(vocabulary_shares) else 0.0
             begins_with_mlp = start % 2 == 1
             first = start // 2 + (begins_with_mlp and count % 2)  # whose MLP counts as a whole layer's
             dense = sum(first <= layer < first + count // 2 for layer in self.dense_layers)
             half = begins_with_mlp and start // 2 in self.dense_layers
             kind = count, begins_with_mlp, dense, half, stage == 0, stage == last and not vocabulary_shares, share
-            if kind not in stages_of_kind:
-                stages_of_kind[kind] = self._stage(*kind, optimizer or state_bytes_per_parameter)
-            stages.append(stages_of_kind[kind])
+            stages.append(stage_of(*kind, optimizer or state_bytes_per_parameter))
         at_once, turns = divide(self.host_sharing, self.stage_ranks * replicas)
         return PipelineCosts(
             name=self.name,
@@ -160,13 +157,11 @@ class Profile:
         self, layout: Layout, optimizer: OptimizerBytes, replicas: int, fragmentation_share: float | None = None
     ) -> PipelineCosts:
         """Costs of the stages of a layout (`costs`) with the device memory that autograd does not keep (`on_device`)."""
-        shares = layout.vocabulary_shares
-        costs = self.costs(layout.layers, optimizer=optimizer, replicas=replicas, vocabulary_shares=shares)
-        buffers = self.gradient_buffers(len(layout.halves))
+        costs = self.costs(layout.layers, optimizer=optimizer, replicas=replicas, vocabulary_shares=layout.vocabulary_shares)
         return on_device(
             costs,
             fragmentation_share,
-            buffers=buffers,
+            buffers=self.gradient_buffers(len(layout.halves)),
             exchange_bytes_per_token=self.exchange_bytes_per_token,
             uncast_bytes_per_token=self.uncast_bytes_per_token,
             least_working_bytes_per_token=self.least_working_bytes_per_token,
@@ -235,7 +230,7 @@ class Profile:
         if dense:
             layer = dense_layer if dense == layers else mean_of(layer, dense_layer, dense / layers)
         depths, ahead = (self.predictions, self.prediction) if last else (0, ModelPart())
-        mlp = self._mlp_of(dense_layer if is_dense_half else self.layer)
+        mlp = mlp_of(dense_layer if is_dense_half else self.layer, self.attention)
         parts = (layers, layer), (depths, ahead), (has_half, mlp if begins_with_mlp else self.attention)
         inside = sum(count * part.parameters for count, part in parts)
         experts = sum(count * part.expert_parameters for count, part in parts)
@@ -282,13 +277,6 @@ class Profile:
             blocks.insert(0, BlockCosts(kind=HANDOVER, state_bytes=handed_bytes, state_tokens=self.handed_tokens))
         return StageCosts((received, *blocks, *head), static)
 
-    def _mlp_of(self, whole: ModelPart) -> ModelPart:
-        """Costs of a layer's MLP: the layer's without its attention's."""
-        own = self.attention
-        times = {name: getattr(whole, name).without(getattr(own, name)) for name in _PASSES}
-        sizes = {name: max(0.0, getattr(whole, name) - getattr(own, name)) for name in (*_KEPT, "parameters")}
-        return ModelPart(expert_parameters=whole.expert_parameters, **times | sizes)
-
     def gradient_buffers(self, num_stages: int) -> list[int]:
         """Bytes of the largest weight's gradient on each stage."""
         dense = 0.0 if self.dense_layer is None else self.dense_layer.largest_weight
@@ -305,6 +293,13 @@ class Profile:
     def from_json(text: str) -> Profile:
         """Read `to_json`. Raises `EppError` for any other text."""
         return FORMAT.read(Profile, text, _check)
+
+
+def mlp_of(whole: ModelPart, attention: ModelPart) -> ModelPart:
+    """Costs of a layer's MLP: the layer's without its attention's."""
+    times = {name: getattr(whole, name).without(getattr(attention, name)) for name in _PASSES}
+    sizes = {name: max(0.0, getattr(whole, name) - getattr(attention, name)) for name in (*_KEPT, "parameters")}
+    return ModelPart(expert_parameters=whole.expert_parameters, **times | sizes)
 
 
 def _training(part: ModelPart, share: float, most: float) -> ModelPart:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_epp.cost.line_fits import LineFit, Point, fit_line
+from megatron_epp.cost.line_fits import Point, fit_line
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan.recompute import MLP, MODES, PROJECTIONS
 from megatron_epp.tools.formulas.analytic import analytic_profile, exchange_line
 from megatron_epp.tools.formulas.hardware import Rates
 from megatron_epp.tools.formulas.model_shape import ModelShape
-from megatron_epp.tools.formulas.profile import ModelPart, Profile
+from megatron_epp.tools.formulas.profile import ModelPart, Profile, mlp_of
 
 
 def fit_profile(
@@ -24,37 +24,36 @@ def fit_profile(
     copy if they were not measured. To `origin` points, residuals and what was not measured are added.
     """
     fits = {kind: fit_line(some, pairs=kind.startswith("attention")) for kind, some in points.items()}
+    lines = {kind: fit.line for kind, fit in fits.items()}
     formula = analytic_profile(shape, rates)
     exchange = exchange_line(shape.exchanges, rates)
-    layer_forward, layer_backward = fits["linear forward"].line, fits["linear backward"].line
-    attention = _attention_part(formula, shape, rates, fits)
+    # Of the times without core attention, attention's projections have the share of their parameters.
+    share = shape.attention_parameters / shape.parameters_per_token
+    attention = _timed(formula.attention, share, exchange_line(shape.attention_exchanges, rates), lines)
     profile = replace(
         formula,
         name=name,
         attention=attention,
         dense_layer=_dense_layer(formula, attention),
         layer=replace(
-            formula.layer,
-            forward=layer_forward + fits["attention forward"].line + exchange,
-            backward=layer_backward + fits["attention backward"].line + exchange,
-            weight=fits["linear weight"].line.within(layer_backward),
+            _timed(formula.layer, 1.0, exchange, lines),
             recompute={
-                name: replace(mode, again=_again(name, shape, rates, layer_forward, fits["attention forward"].line))
+                name: replace(mode, again=_again(name, shape, rates, lines["linear forward"], lines["attention forward"]))
                 for name, mode in formula.layer.recompute.items()
             },
         ),
-        embedding=replace(formula.embedding, forward=fits["embedding forward"].line, backward=fits["embedding backward"].line),
+        embedding=replace(formula.embedding, forward=lines["embedding forward"], backward=lines["embedding backward"]),
         head=replace(
             formula.head,
-            forward=fits["loss forward"].line,
-            backward=fits["loss backward"].line,
-            weight=LinearTime() if shape.loss_block_tokens else fits["loss weight"].line.within(fits["loss backward"].line),
+            forward=lines["loss forward"],
+            backward=lines["loss backward"],
+            weight=LinearTime() if shape.loss_block_tokens else lines["loss weight"].within(lines["loss backward"]),
         ),
     )
-    if link := fits.get("message"):
-        profile = replace(profile, message_latency_us=link.line.fixed_us, message_us_per_byte=link.line.per_token_us)
-    if host := fits.get("host copy"):
-        profile = replace(profile, host_latency_us=host.line.fixed_us, host_us_per_byte=host.line.per_token_us)
+    if link := lines.get("message"):
+        profile = replace(profile, message_latency_us=link.fixed_us, message_us_per_byte=link.per_token_us)
+    if host := lines.get("host copy"):
+        profile = replace(profile, host_latency_us=host.fixed_us, host_us_per_byte=host.per_token_us)
     by_formula = [
         "memory",
         *["layers without experts"] * bool(profile.dense_layers),
@@ -70,23 +69,20 @@ def fit_profile(
 
 def _dense_layer(formula: Profile, attention: ModelPart) -> ModelPart | None:
     """Return the layer without experts of a model that has such layers too: attention as measured, its MLP by formula."""
-    if (dense := formula.dense_layer) is None:
+    if formula.dense_layer is None:
         return None
-    times: dict[str, Any] = {}
-    for name in ("forward", "backward", "weight"):
-        times[name] = getattr(attention, name) + getattr(dense, name).without(getattr(formula.attention, name))
-    return replace(dense, **times)
+    mlp = mlp_of(formula.dense_layer, formula.attention)
+    times: dict[str, Any] = {name: getattr(attention, name) + getattr(mlp, name) for name in ("forward", "backward", "weight")}
+    return replace(formula.dense_layer, **times)
 
 
-def _attention_part(formula: Profile, shape: ModelShape, rates: Rates, fits: Mapping[str, LineFit]) -> ModelPart:
-    """Attention's part of a layer: of the other times its projections have the share of their parameters."""
-    exchange = exchange_line(shape.attention_exchanges, rates)
-    share = shape.attention_parameters / shape.parameters_per_token
-    forward, backward, weight = (fits[f"linear {name}"].line.scaled(share) for name in ("forward", "backward", "weight"))
+def _timed(part: ModelPart, share: float, exchange: LinearTime, lines: Mapping[str, LinearTime]) -> ModelPart:
+    """Return a layer, or its attention, with measured times: core attention's, and a share of the others."""
+    forward, backward, weight = (lines[f"linear {name}"].scaled(share) for name in ("forward", "backward", "weight"))
     return replace(
-        formula.attention,
-        forward=forward + fits["attention forward"].line + exchange,
-        backward=backward + fits["attention backward"].line + exchange,
+        part,
+        forward=forward + lines["attention forward"] + exchange,
+        backward=backward + lines["attention backward"] + exchange,
         weight=weight.within(backward),
     )
 

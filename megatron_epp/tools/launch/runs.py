@@ -94,10 +94,9 @@ def train(
     More processes than there are GPUs share them, which NCCL can from 2.30 on. Raises `TrainingError` if the run failed, or
     takes longer than `timeout_s`.
     """
-    log, words = _begun(folder), ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
-    log.write_text(f"{num_ranks} ranks: {' '.join(words)}\n", encoding="utf-8")
-    code = (start or torchrun)(num_ranks, words, environment, log, timeout_s)
-    return _finished(folder, log, code, timeout_s)
+    words = ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
+    line = f"{num_ranks} ranks: {' '.join(words)}"
+    return _recorded(folder, line, timeout_s, lambda log: (start or torchrun)(num_ranks, words, environment, log, timeout_s))
 
 
 def torchrun(num_ranks: int, words: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> int | None:
@@ -116,29 +115,24 @@ def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: 
     return folder / COSTS
 
 
-def launched(folder: Path, command: Sequence[str], timeout_s: float = _LIMIT_S) -> RecordedRun:
+def launched(folder: Path, command: Sequence[str]) -> RecordedRun:
     """Run a command that trains and writes figures to a folder (`--epp-report-dir`), and read them, not those of earlier runs.
 
-    Raises `TrainingError` if it cannot be started, failed, or takes longer than `timeout_s`.
+    Raises `TrainingError` if it cannot be started, failed, or takes longer than an hour.
     """
-    log = _begun(folder)
-    log.write_text(shlex.join(command) + "\n", encoding="utf-8")
-    try:
-        code = _exit_code(list(command), log, timeout_s, {})
-    except OSError as error:
-        raise TrainingError(f"{command[0]} cannot be started: {error.strerror}") from error
-    return _finished(folder, log, code, timeout_s)
+    return _recorded(folder, shlex.join(command), _LIMIT_S, lambda log: _exit_code(list(command), log, _LIMIT_S, {}))
 
 
-def _begun(folder: Path) -> Path:
-    """Make the folder of a run without figures of an earlier one, and return the path of its log."""
+def _recorded(folder: Path, line: str, timeout_s: float, run: Callable[[Path], int | None]) -> RecordedRun:
+    """Run what appends to a log that begins with a line, and read the figures that it has written to the folder.
+
+    `run` returns its exit code; None if it was ended at its limit.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _FIGURES).unlink(missing_ok=True)
-    return folder / "train.log"
-
-
-def _finished(folder: Path, log: Path, code: int | None, timeout_s: float) -> RecordedRun:
-    """Read the figures that a run has written. `code` is its exit code; None if it was ended at its limit."""
+    log = folder / "train.log"
+    log.write_text(f"{line}\n", encoding="utf-8")
+    code = run(log)
     if code is None:
         raise TrainingError(f"training has not ended after {timeout_s:.0f} s: see {log}")
     text = log.read_text(encoding="utf-8", errors="replace")
@@ -153,13 +147,18 @@ def _finished(folder: Path, log: Path, code: int | None, timeout_s: float) -> Re
 
 
 def _exit_code(command: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
-    """Run a command that appends to a log and return its exit code; None if it takes longer than the limit."""
+    """Run a command that appends to a log and return its exit code; None if it takes longer than the limit.
+
+    Raises `TrainingError` if it cannot be started.
+    """
     with open(log, "a", encoding="utf-8") as output:
         try:
             variables = {**_ENVIRONMENT, **os.environ, **environment}
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=variables, timeout=limit_s, check=False)
         except subprocess.TimeoutExpired:
             return None
+        except OSError as error:
+            raise TrainingError(f"{command[0]} cannot be started: {error.strerror}") from error
     return done.returncode
 
 

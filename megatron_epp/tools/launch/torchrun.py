@@ -49,8 +49,9 @@ def _run(arguments: list[str]) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if (refusal := handed_over(failure.message)) is not None:
-            sys.stderr.write(f"{refusal.text}\n")
-            sys.exit(refusal.exit_code)
+            text, exit_code = refusal
+            sys.stderr.write(f"{text}\n")
+            sys.exit(exit_code)
         if log is not None:
             sys.stderr.write(log.tail())
         sys.exit(f"megatron-epp: rank {rank} failed first, with exit code {failure.exitcode}: its messages are above")

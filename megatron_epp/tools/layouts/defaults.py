@@ -51,12 +51,8 @@ class Settled:
         return 1 - (1 - self.choice.gain) * (1 - self.split_gain) * (1 - self.logits_gain)
 
 
-@dataclass(frozen=True, slots=True)
-class WholeLogits:
-    """Costs of a run without blocks of its loss, and the tokens of its longest sequence, which must fit with them, too."""
-
-    costs_of: CostsOf
-    longest: int
+type WholeLogits = tuple[CostsOf, int]
+"""Costs of a run without blocks of its loss, and the tokens of its longest sequence, which must fit with them, too."""
 
 
 def settle(
@@ -88,10 +84,11 @@ def _gain_of_logits(settled: Settled, sample: Sample, logits: WholeLogits) -> fl
 
     By formula 0.8 to 2.1 % for Qwen3 8B and 30B-A3B, Llama 3 8B and Moonlight: a loss by blocks has one product more.
     """
-    batch, costs, options = settled.choice.batch, logits.costs_of(settled.layout), steady(sample.options)
+    costs_of, longest = logits
+    batch, costs, options = settled.choice.batch, costs_of(settled.layout), steady(sample.options)
     options = replace(options, split_weight=options.split_weight or settled.splits_weight)
     try:
-        alone = replace(batch, lengths=(logits.longest,), trained=(), loss_groups=(), microbatches=(), spans=())
+        alone = replace(batch, lengths=(longest,), trained=(), loss_groups=(), microbatches=(), spans=())
         plan(alone, costs, options)
         took_us = plan(batch, costs, options).predicted.makespan_us
     except InfeasibleError:

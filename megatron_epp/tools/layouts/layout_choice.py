@@ -48,9 +48,7 @@ MOST_LAYOUTS_PLANNED = 2
 """Number of layouts with several stages per rank that are planned as in training. Not measured: each costs a plan of one batch.
 """
 _MOST_MOVES = 12
-"""Largest number of moves of layers from one layout. Not measured: a limit of time; moves end before where they gain too
-little.
-"""
+"""Largest number of moves of layers from one layout. Not measured: a limit of time; moves that gain too little end before."""
 _TARGET_RANKS = 3
 """Number of ranks, with the least to do, to which a move from the busiest one is tried. Not measured: each costs an estimate.
 """
@@ -61,9 +59,7 @@ _CLEARLY_SLOWER_SHARE = 0.02
 less the best may be passed over for an estimate's error, with more there are more plans.
 """
 _ESTIMATE_EXCESS_SHARE = 0.08
-"""Share by which estimates may be above the plans of several stages per rank, which try more rules than estimates do. Not
-measured.
-"""
+"""Share by which estimates may be above the plans of several stages per rank, which try more rules. Not measured."""
 _BATCH_ERROR_SHARE = 0.02
 """Share of time by which what a layout saves in one batch may be below what it saves in all: up to 0.006 in seven searches, but
 0.026 of 0.043 in one of `scripts.bench.defaults`, where 0.005 took the plainer layout. More makes searches longer.
@@ -131,9 +127,8 @@ class _Search:
 
     def __init__(self, sample: Sample, even: Layout) -> None:
         self.sample, self.even = sample, even
-        work = LayerWork.of(sample.problems, sample.costs_of, halves=sample.halves)
-        self.work = work
-        self.batches = _typical(sample.problems, work.ranks_us(self.even).max(axis=0).tolist())
+        self.work = LayerWork.of(sample.problems, sample.costs_of, halves=sample.halves)
+        self.batches = _typical(sample.problems, self.work.ranks_us(self.even).max(axis=0).tolist())
         self.floors = LayerWork.of(self.batches, sample.costs_of, halves=sample.halves)
         self.options = steady(sample.options)
         self.estimates = Estimates(self.batches, sample.costs_of, self.options, self.floors)
@@ -161,9 +156,7 @@ class _Search:
                 break
 
     def best(self) -> LayoutChoice:
-        """Return the plainest layout within `MIN_GAIN_SHARE` of the fastest; several stages must gain
-        `MIN_GAIN_OF_SEVERAL_SHARE`.
-        """
+        """Return the plainest of the fastest layouts (`_plainest`); several stages must gain `MIN_GAIN_OF_SEVERAL_SHARE`."""
         planned = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
         if not planned:
             assert self.refusal is not None  # even layers were planned first

@@ -79,7 +79,7 @@ def normalized(x):
 
 
 def ruled(q, k, v, g, beta, **_):
-    from megatron_epp.tools.formulas.recurrent import BLOCK_TOKENS
+    from megatron_epp.tools.formulas.layer_sizes import BLOCK_TOKENS
 
     pairs, decays = q.new_zeros(*q.shape[:3], BLOCK_TOKENS), torch.zeros_like(g)
     return _Keeping.apply(v.detach().clone(), [q, k, v, decays, beta, pairs], q, k, v, g, beta), None
@@ -155,14 +155,14 @@ def _compared(flags, rope_utils, unfused):
     from megatron_epp.tools.formulas import CPU
     from megatron_epp.tools.formulas.analytic import analytic_profile
     from megatron_epp.tools.formulas.library import shape_of
-    from megatron_epp.tools.formulas.recurrent import DeltaShape
+    from megatron_epp.tools.formulas.recurrent import RecurrentShape
     from tests.mcore.test_refusals import arguments
 
     args = arguments(*flags)
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     shape = shape_of({**vars(args), "vocab_size": 128})
     planned = analytic_profile(shape, CPU).layer.bytes_per_token if shape.is_hybrid else None
-    shape = shape if shape.delta is None else DeltaShape.of(shape)
+    shape = shape if shape.delta is None else RecurrentShape.of(shape, "G")
     rope_utils._apply_rotary_pos_emb_bshd = rotated if args.apply_rope_fusion else unfused
     args.apply_rope_fusion = args.moe_grouped_gemm = False  # both need Transformer Engine
     try:
