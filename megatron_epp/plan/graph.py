@@ -83,9 +83,6 @@ class Graph:
     def num_ranks(self) -> int:
         return self.columns.num_ranks
 
-    def number(self, action: Action) -> int | None:
-        return self.listed.number(action)
-
     def where(self, number: int) -> tuple[int, int]:
         return self.columns.where(number)
 
@@ -218,8 +215,7 @@ class _Relations:
             *map(np.concatenate, zip(_Pairs(empty, empty, np.zeros(0), empty, empty, empty), *self.pairs, strict=True))
         )
         order = np.argsort(pairs.waiting, kind="stable")  # pairs of one action stay in the order of the table
-        waiting, need, time_us, link, site, chunk = pairs
-        pairs = _Pairs(waiting[order], need[order], time_us[order], link[order], site[order], chunk[order])
+        pairs = _Pairs(*(column[order] for column in pairs))
         step = columns.step[pairs.waiting]
         starts = np.searchsorted(step, np.arange(len(columns.steps) + 1))
         moved = np.flatnonzero(pairs.link >= 0)

@@ -13,7 +13,7 @@ from megatron_epp.features import plan_targets
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, split_off
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
@@ -64,7 +64,9 @@ def fitted(
     decisions = replace(decisions, order=order)
     whole = without_weights(order)
     fit = _fit(decisions, whole, tables, problem.cap_bytes, options)
-    best_us = _makespan_us(order, tables, fit.recompute_steps)
+    best_us, recompute_steps = math.inf, fit.recompute_steps
+    if recompute_steps is not None:
+        best_us = makespan_us(with_added(order, tables, recompute_steps), tables, recompute_steps)
     copied: Copied | None = None
     may_offload = options.recompute == "auto" and not problem.forward_only and decisions.sharing is None
     if may_offload and math.isfinite(costs.host_us(1)):
@@ -74,10 +76,10 @@ def fitted(
         return Decisions(
             decisions.chunks, order, offload.recompute_steps, decisions.modes, copies=offload.copies, offload=offload.shares
         )
-    if fit.recompute_steps is None:
+    if recompute_steps is None:
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
         raise infeasible(problem, costs, options, fit.needed_bytes, least_host, planner)
-    return replace(decisions, recompute_steps=fit.recompute_steps)
+    return replace(decisions, recompute_steps=recompute_steps)
 
 
 def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -89,12 +91,6 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     validate(problem, costs, options)
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
     return decisions_of(every_order(Replicas((problem,), costs, options), chunks))
-
-
-def _makespan_us(order: Order, tables: Tables, recompute_steps: RecomputeSteps | None) -> float:
-    if recompute_steps is None:
-        return math.inf
-    return makespan_us(with_added(order, tables, recompute_steps), tables, recompute_steps)
 
 
 def _is_worth(action: Action, tables: Tables) -> bool:
@@ -109,7 +105,7 @@ def _fit(decisions: Decisions, whole: Order, tables: Tables, caps: Sequence[int]
     cap, action by action, and recompute fitted to what is left. It changes a little with that, so this is repeated.
     """
     order, sharing = decisions.order, decisions.sharing
-    if not split_off(order) and sharing is None:
+    if sharing is None and not any(action.op is Op.W for row in order for action in row):
         return fit_recompute(order, tables, caps, options)
     most = by_stage(tables.columns.most, tables.columns.num_chunks)
     is_fixed = options.recompute != "auto"

@@ -90,7 +90,7 @@ def without_attention(stage: StageCosts) -> StageCosts:
         mlp = replace(mlp, bytes_per_token=mlp.bytes_per_token - away, full_bytes_per_token=None)
     for name in ("forward", "backward"):
         layer, inner, ends = stage.lines(name)
-        stage = stage.with_lines(name, _no_pairs(layer), _no_pairs(inner), ends)
+        stage = stage.with_lines(name, replace(layer, per_pair_us=0.0), replace(inner, per_pair_us=0.0), ends)
     for half in stage.inner:
         if half.kv is not None:
             stage = stage.changed(half.kind, bytes_per_token=half.bytes_per_token - away)
@@ -134,7 +134,3 @@ def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
 def _query_bytes_per_token(stage: StageCosts) -> float:
     """Bytes of a layer's queries, equal to its attention output's: keys take half of `stage.kv`."""
     return stage.kv.bytes_per_token / 2 * stage.kv.queries_per_key
-
-
-def _no_pairs(line: LinearTime) -> LinearTime:
-    return replace(line, per_pair_us=0.0)

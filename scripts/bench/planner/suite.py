@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -172,10 +171,6 @@ class Case:
         start_s = time.process_time()
         best = fitting(problem, costs, Options(planner=planner, context=self.context))
         return best, (time.process_time() - start_s) * 1e3
-
-
-def all_cases() -> list[Case]:
-    return [Case(*values) for values in product(("wikipedia", "code", "agents"), CONTEXTS, STAGES, MODELS, CAPS_GB)]
 
 
 def sampled_cases() -> list[Case]:

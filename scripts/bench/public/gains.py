@@ -284,15 +284,13 @@ def rows_of(compared_recipes: Sequence[Compared]) -> Iterator[str]:
         words += [f"{recipe.sequences:,} sequences, {item.tokens:,} tokens", recipe.lengths.remark]
         words += [recipe.measured] * bool(recipe.measured)
         words += [f"peaks {peaks} of {item.cap_bytes / 2**30:.0f} GiB"]
-        words += [f"by cause {_factors(factors)}" for factors in (item.causes, item.causes_advised) if factors]
+        for factors in filter(None, (item.causes, item.causes_advised)):
+            shown = ("-" if factor is None or math.isinf(factor) else f"{factor:.2f}" for factor in factors)
+            words.append(f"by cause {' '.join(shown)}")
         words += [f"not in plans: {recipe.lost}"] * bool(recipe.lost)
         words += [f"advise searches with {' '.join(f'{name} {size}' for name, size in recipe.fixed)}"] * bool(recipe.fixed)
         yield f"{recipe.name}: {'; '.join(words)}"
     yield f"causes: {', '.join(CAUSES)}"
-
-
-def _factors(factors: Sequence[float]) -> str:
-    return " ".join("-" if factor is None or math.isinf(factor) else f"{factor:.2f}" for factor in factors)
 
 
 def row(args: Namespace, recipe: Recipe) -> Figures:
