@@ -133,18 +133,9 @@ class Launched:
     folder: Path
 
     @property
-    def losses(self) -> list[float]:
-        return self.run.losses
-
-    @property
     def grad_norms(self) -> list[float]:
         """Values of every iteration, as Megatron logs them."""
         return [float(text) for text in _GRAD_NORM.findall((self.folder / "train.log").read_text(encoding="utf-8"))]
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Without the first two iterations: kernels are chosen, proven and built in them, and memory is met."""
-        return self.run.tokens_per_second
 
     @property
     def device_peak_bytes(self) -> int | None:

@@ -195,7 +195,8 @@ def as_shipped(recipe: Recipe, rule: Rule, budget: int) -> Time:
     shares = balanced(asked.lengths, config.data)
     replicas = [rule(share, most) for share in shares]
     groups = [together([replicas[number] for number in group]) for group in config.lockstep_groups]
-    planned = _in_its_schedule(recipe, asked, max(groups, key=_work), most)
+    busiest = max(groups, key=lambda rows: sum(work(length) for row in rows for length in row))
+    planned = _in_its_schedule(recipe, asked, busiest, most)
     seconds = recipe.steps * (planned.predicted.makespan_us + asked.reduction_us(config)) / MICROSECONDS
     return Time(seconds=seconds, peak_bytes=max(planned.predicted.peak_bytes), sizes=sizes_of(config))
 
@@ -210,10 +211,6 @@ def best_packed(recipe: Recipe, shipped: Time, cap_bytes: int) -> Time:
         if time.peak_bytes <= max(shipped.peak_bytes, cap_bytes):
             times.append(time)
     return min(times, key=lambda time: time.seconds)
-
-
-def _work(rows: Rows) -> int:
-    return sum(work(length) for row in rows for length in row)
 
 
 def together(replicas: Sequence[Rows]) -> Rows:
@@ -297,12 +294,9 @@ def row(args: Namespace, recipe: Recipe) -> Figures:
     item = compared(recipe, advises=not args.no_advice)
     times = {name: (time := getattr(item, name)) and asdict(time) for name in TIMES}
     figures = {"tokens": item.tokens, "cap_bytes": item.cap_bytes, "times_same": item.times_same}
-    figures |= {name: [*map(_finite, getattr(item, name))] for name in ("causes", "causes_advised")}
+    for name in ("causes", "causes_advised"):
+        figures[name] = [factor if math.isfinite(factor) else None for factor in getattr(item, name)]
     return figures | times | {"times_advised": item.times_advised}
-
-
-def _finite(factor: float) -> float | None:
-    return factor if math.isfinite(factor) else None
 
 
 def text(args: Namespace, rows: Sequence[Figures]) -> str:
