@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from megatron_epp.cost.model import Costs
 from megatron_epp.features import plan_targets
-from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan import Chunk, Op
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
@@ -60,7 +61,8 @@ def fitted(
     decisions = kind(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs.recompute_modes))
     refuse_mistakes(decisions, problem, costs, planner)
     tables = decisions.tables(problem, costs)
-    order = tuple(tuple(action for action in row if _is_worth(action, tables)) for row in order)
+    leaves = partial(leaves_bytes, tables.columns)
+    order = tuple(tuple(a for a in row if a.op is not Op.W or leaves(a.stage * len(chunks) + a.chunk)) for row in order)
     decisions = replace(decisions, order=order)
     whole = without_weights(order)
     fit = _fit(decisions, whole, tables, problem.cap_bytes, options)
@@ -91,11 +93,6 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     validate(problem, costs, options)
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
     return decisions_of(every_order(Replicas((problem,), costs, options), chunks))
-
-
-def _is_worth(action: Action, tables: Tables) -> bool:
-    columns = tables.columns
-    return action.op is not Op.W or leaves_bytes(columns, action.stage * columns.num_chunks + action.chunk)
 
 
 def _fit(decisions: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> RecomputeFit:

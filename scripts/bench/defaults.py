@@ -230,9 +230,7 @@ RUNS = (
 
 
 def cases(args: Namespace) -> dict[str, Run]:
-    runs = RUNS
-    if args.reduced:
-        runs = (Run("chat", 8192, 2, "llama3-8b", 80, sequences=4),)
+    runs = (Run("chat", 8192, 2, "llama3-8b", 80, sequences=4),) if args.reduced else RUNS
     return {f"{run.model} {run.lengths_like} {run.context // 1024}K PP {run.stages} {run.cap_gb} GB": run for run in runs}
 
 

@@ -9,7 +9,7 @@ from operator import add
 import numpy as np
 
 from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
-from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, StageCosts
+from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, UNKNOWN_BYTES, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime
@@ -96,9 +96,8 @@ def without_attention(stage: StageCosts) -> StageCosts:
             stage = stage.changed(half.kind, bytes_per_token=half.bytes_per_token - away)
     kv = KVBytes(bytes_per_token=0.0, heads=stage.kv.heads, queries_per_key=stage.kv.queries_per_key)
     input_bytes = own.input_bytes_per_token + queries
-    unknown = dict.fromkeys(f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended"))
     return stage.changed(LAYER, ATTENTION, kv=kv, input_bytes_per_token=input_bytes).changed(
-        LAYER, recompute={} if mlp is None else {"mlp": mlp}, bytes_per_token=own.bytes_per_token - away, **unknown
+        LAYER, recompute={} if mlp is None else {"mlp": mlp}, bytes_per_token=own.bytes_per_token - away, **UNKNOWN_BYTES
     )
 
 

@@ -193,10 +193,7 @@ def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
     """All figures of one case."""
     columns = facts(case)
     ours, columns["planning_ms"] = case.plan(OURS)
-    if ours is None:
-        columns["refused"] = True
-    else:
-        columns |= figures(ours)
+    columns |= {"refused": True} if ours is None else figures(ours)
     columns["rivals"] = {}
     for name in planners:
         theirs, planning_ms = case.plan(name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product, zip_longest
 
@@ -163,7 +164,9 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
         gain = gain_of((*steps, choices.by_chunk(best)), whole_us, judged.parts.step_us)
     times = [_time_of_stock(recipe, recipe.config, best)] if best else []
     times.append(repacked)  # it has run, whatever its memory by formula
-    advice = _advice(asked) if advises else None
+    advice: Advice | None = None
+    with suppress(NothingFitsError):
+        advice = advise(asked) if advises else None
     plain = None if advice is None else advice.plain
     anywhere = [] if advice is None else [min(times, key=lambda time: time.seconds)]
     anywhere += [] if plain is None else [_time_of_stock(recipe, plain.config, plain.stock)]
@@ -226,13 +229,6 @@ def _in_its_schedule(recipe: Recipe, asked: Question, rows: Rows, budget: int) -
         return plan_as_given(tuple(map(tuple, rows)), asked.problem(config, ()), asked.costs(config), options).plan
     problem = asked.problem(config, tuple(length for row in rows for length in row))
     return plan(problem, asked.costs(config), replace(options, planner=PLANNER))
-
-
-def _advice(asked: Question) -> Advice | None:
-    try:
-        return advise(asked)
-    except NothingFitsError:
-        return None
 
 
 def _time_of_stock(recipe: Recipe, config: Configuration, stock: Stock) -> Time:
