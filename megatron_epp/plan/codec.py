@@ -84,7 +84,7 @@ class Codec:
         """
         if not isinstance(body, dict):
             raise _not_a("a JSON object", body)
-        hints = hints_of(kind)
+        hints = hints_of(kind)  # type: ignore[arg-type]
         present = {name: value for name, value in body.items() if value is not None}
         absent = [name for name in hints if name not in present]
         for name in (name for name in present if name not in hints):
@@ -141,7 +141,7 @@ class Codec:
             write = self.writer(of[0])
             return lambda row: list(map(write, row))
         if is_dataclass(kind):
-            hints = hints_of(kind)
+            hints = hints_of(kind)  # type: ignore[arg-type]
             columns = [(entry.name, entry.default, self.writer(hints[entry.name])) for entry in fields(kind)]
             return lambda value: {
                 name: write(getattr(value, name)) for name, default, write in columns if getattr(value, name) != default
