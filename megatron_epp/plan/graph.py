@@ -215,7 +215,8 @@ class _Relations:
             *map(np.concatenate, zip(_Pairs(empty, empty, np.zeros(0), empty, empty, empty), *self.pairs, strict=True))
         )
         order = np.argsort(pairs.waiting, kind="stable")  # pairs of one action stay in the order of the table
-        pairs = _Pairs(*(column[order] for column in pairs))
+        waiting, need, time_us, link, site, chunk = pairs
+        pairs = _Pairs(waiting[order], need[order], time_us[order], link[order], site[order], chunk[order])
         step = columns.step[pairs.waiting]
         starts = np.searchsorted(step, np.arange(len(columns.steps) + 1))
         moved = np.flatnonzero(pairs.link >= 0)
