@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise, product
 from operator import add, itemgetter
 
@@ -102,9 +103,13 @@ def _refusal(problem: Problem, costs: Costs, options: Options, floors: Floors) -
             needs.append((_fit(replicas, table)[2].needed_bytes or floor, table))
     for need, table in sorted(needs, key=itemgetter(0)):
         if not least or need < least - least // _NEAR_DIVISOR:
-            cap = proven_cap(need, lambda tried, table=table: _of_table(raised(problem, tried), costs, options, table))
+            cap = proven_cap(need, partial(_under_cap, problem, costs, options, table))
             least = min(least or cap, cap)
     return infeasible(problem, costs, options, least)
+
+
+def _under_cap(problem: Problem, costs: Costs, options: Options, table: Aligned, cap_bytes: int) -> MemoryProof:
+    return _of_table(raised(problem, cap_bytes), costs, options, table)
 
 
 def _needs(problem: Problem, costs: Costs, options: Options) -> Iterator[tuple[int, Aligned]]:

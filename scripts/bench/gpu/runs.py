@@ -114,11 +114,9 @@ class Sizes:
 def _gpu_model() -> Settings:
     """Megatron's default layers where Transformer Engine is installed; a small vocabulary, for it is not about logits."""
     model = tiny_gpt(**_LAYER, vocab_size=8191, lr=1e-4, min_lr=1e-5)
-    if find_spec("transformer_engine") is not None:
-        model = {name: value for name, value in model.items() if name not in _PLAIN} | {
-            "transformer_impl": "transformer_engine"
-        }
-    return model
+    if find_spec("transformer_engine") is None:
+        return model
+    return {name: value for name, value in model.items() if name not in _PLAIN} | {"transformer_impl": "transformer_engine"}
 
 
 class OutOfMemory(Exception):

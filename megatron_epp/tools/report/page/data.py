@@ -109,7 +109,7 @@ def _measured(plan: Plan, measured: Measured, graph: Graph) -> PageColumns:
     boxes = measured_boxes(plan, measured)
     order = {stream: number for number, stream in enumerate(_STREAMS)}
     boxes.sort(key=lambda box: (order[box.stream], box.rank, box.start_us))
-    numbers = [-1 if (number := graph.number(box.action)) is None else number for box in boxes]
+    numbers = [-1 if (number := graph.listed.number(box.action)) is None else number for box in boxes]
     starts, ends = [ABSENT_US] * len(graph.steps), [ABSENT_US] * len(graph.steps)
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
     for number, i in box_of.items():
