@@ -21,11 +21,11 @@ PROGRAMS = {
         21_100,
     ),
     "iteration": (("mcore.iteration.document_schedule",), 14_470),
-    "planner": (("planner.search", "planner.service.answers"), 11_990),
+    "planner": (("planner.search", "planner.service.answers"), 12_000),
     "command line": (("tools.cli.main",), 4_070),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_080, "tests": 53_870, "scripts": 9_830}
+FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_080, "tests": 53_870, "scripts": 9_820}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 
