@@ -21,14 +21,9 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the README as the first page."""
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, "index.md", content=first_page()))
-    return files
-
-
-def first_page() -> str:
-    """Return the README with links as they are from inside `docs`."""
     text = _ELSEWHERE.sub(r"\1", (ROOT / "README.md").read_text(encoding="utf-8"))
-    return text.replace("](docs/", "](")
+    files.append(File.generated(config, "index.md", content=text.replace("](docs/", "](")))  # links as from inside `docs`
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -131,10 +131,8 @@ def recorded() -> dict[str, Results]:
 
 def record(package: str, results: Results) -> None:
     """Keep the results of a package."""
-    results_by_package = recorded() | {package: results}
-    RECORDED.write_text(
-        json.dumps({name: asdict(results_by_package[name]) for name in sorted(results_by_package)}, indent=1) + "\n"
-    )
+    by_package = {name: asdict(own) for name, own in sorted((recorded() | {package: results}).items())}
+    RECORDED.write_text(json.dumps(by_package, indent=1) + "\n")
 
 
 class Copy:

@@ -82,7 +82,8 @@ def document() -> str:
     for title, chosen in ("Everyday", EVERYDAY), ("More of training", more), ("Of commands alone", others):
         parts += [f"## {title}\n", table((setting_row(setting, uses[setting]) for setting in chosen), TITLES)]
     parts += [REFUSED, table(refused(), ("flags", "but for", "advice or reason"))]
-    parts += [NO_EFFECT.format(implied=flags_in(IMPLIED), idle=flags_in(IDLE)), OF_COMMANDS]
+    implied, idle = (", ".join(code(flag.flag) for flag in flags) for flags in (IMPLIED, IDLE))
+    parts += [NO_EFFECT.format(implied=implied, idle=idle), OF_COMMANDS]
     above: set[tuple[str, ...]] = set()
     texts: dict[str, str] = {}
     for name, parser in commands().items():
@@ -127,10 +128,11 @@ def setting_row(setting: str, uses: Sequence[Use]) -> tuple[str, ...]:
         defaults[use.default] = defaults.get(use.default, "") + use.letter
     default = "; ".join(text if text == first.default else f"{letters}: {text}" for text, letters in defaults.items() if text)
     names, text = [first.name], first.text
-    if later and first.letter == TRAINING and later[0].name.split(" ")[0] != first.name.split(" ")[0].replace("epp-", ""):
-        names.append(later[0].name)
-    if later and first.letter == TRAINING and without_flags(later[0].text) != without_flags(text):
-        text += f". In commands: {later[0].text}"
+    if later and first.letter == TRAINING:
+        if later[0].name.split(" ")[0] != first.name.split(" ")[0].replace("epp-", ""):
+            names.append(later[0].name)
+        texts = {re.sub(r"--[\w-]+", "--", said) for said in (text, later[0].text)}  # each names flags in its own way
+        text += f". In commands: {later[0].text}" * (len(texts) > 1)
     letters = "".join(use.letter for use in uses)
     if ROWS[setting].dest in OF_MICROBATCHES:
         letters = letters.replace(TRAINING, TRAINING + MICROBATCHES)
@@ -176,11 +178,6 @@ def use_of(action: argparse.Action, parser: argparse.ArgumentParser, letter: str
     return Use(letter, spelled + required, "" if unsaid else words(action.default), text)
 
 
-def without_flags(text: str) -> str:
-    """The text as far as it is equal for parsers that name flags in their own ways."""
-    return re.sub(r"--[\w-]+", "--", text)
-
-
 def training() -> argparse.ArgumentParser:
     return add_epp_args(argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False))
 
@@ -188,10 +185,6 @@ def training() -> argparse.ArgumentParser:
 def commands() -> dict[str, Parser]:
     (action,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
     return dict(action.choices)
-
-
-def flags_in(flags: Iterable[Rule]) -> str:
-    return ", ".join(code(flag.flag) for flag in flags)
 
 
 def table(rows: Iterable[Sequence[str]], titles: Sequence[str]) -> str:

@@ -80,6 +80,7 @@ SHARING = {
 
 def pages() -> dict[Path, str]:
     """Return the pages with their tables as the code says."""
+    fields_of_values = ((f"`{name}`", text) for name, text in attributes(Plan) if name not in OF_A_FORM)
     tables = {
         "supported.md": supported(),
         "first-hour.md": [
@@ -87,7 +88,7 @@ def pages() -> dict[Path, str]:
         ],
         "your-own-schedule.md": [table(("key", "what it is", "of `h100`"), rates())],
         "memory-and-speed.md": [table(("row", "what it is"), memory_items())],
-        "reading-a-plan.md": [table(("field of values", "what it holds"), plan_fields())],
+        "reading-a-plan.md": [table(("field of values", "what it holds"), fields_of_values)],
         "your-loop.md": [table(("loss", "columns", "scope", "averages by"), map(loss_row, LOSSES))],
     }
     return {DOCS / name: with_tables((DOCS / name).read_text(encoding="utf-8"), rows) for name, rows in tables.items()}
@@ -157,11 +158,6 @@ def rates() -> Iterator[tuple[str, str, str]]:
         if name not in ("name", "devices_per_node"):  # of which the second has another default in a file
             value = getattr(H100, name)
             yield f"`{name}`", text, f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def plan_fields() -> Iterator[tuple[str, str]]:
-    """Yield the fields of a plan's file that need no form of their own, with what the docstring of `Plan` says of them."""
-    return ((f"`{name}`", text) for name, text in attributes(Plan) if name not in OF_A_FORM)
 
 
 def memory_items() -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, LinearTime, TimeColumn
+from megatron_epp.cost.work import ChunkWork, IntColumn, LinearTime, TimeColumn
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, all_at_once, size_classes, transient_kv_gradient_bytes
 
@@ -56,7 +56,7 @@ class KVBytes:
         # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
         wider = self.gradient_per_token(work) > self.bytes_per_token
         if self.expanded_heads:
-            becomes = work.last & self._expands_at_once(seen) & ~wider
+            becomes = work.last & all_at_once(seen, self.expanded_heads, self._head_bytes, 1) & ~wider
             return self._expanded_bytes(seen) / 2 + np.where(becomes, 0.0, 2 * self.bytes_per_token * seen)  # sums in fp32
 
         def transient(keys: IntColumn, heads: int) -> TimeColumn:
@@ -75,9 +75,6 @@ class KVBytes:
 
     def _expanded_bytes(self, keys: IntColumn) -> TimeColumn:
         return transient_kv_gradient_bytes(keys, self.expanded_heads, self._head_bytes, 1)
-
-    def _expands_at_once(self, keys: IntColumn) -> BoolColumn:
-        return all_at_once(keys, self.expanded_heads, self._head_bytes, 1)
 
     @property
     def _head_bytes(self) -> float:

@@ -120,13 +120,9 @@ class PipelineCosts:
         """Recompute modes whose costs are known for all stages, most recompute first."""
         return tuple(name for name in MODES if all(stage.layers.mode(name) is not None for stage in self.stages))
 
-    def forward_line(self, stage: int, trained_share: float = 1.0) -> LinearTime:
-        """Time of the forward as a line, to balance chunks by. Only trained tokens pass the last stage's output layer."""
-        return self.stages[stage].line("forward") + self._not_trained(stage, "forward").scaled(trained_share - 1)
-
-    def backward_line(self, stage: int, trained_share: float = 1.0) -> LinearTime:
-        """Time of the backward as such a line, with the weight gradient and without recompute."""
-        return self.stages[stage].line("backward") + self._not_trained(stage, "backward").scaled(trained_share - 1)
+    def line(self, stage: int, name: str, trained_share: float = 1.0) -> LinearTime:
+        """Time of a stage's pass (`StageCosts.line`), to balance chunks by. Only trained tokens pass the last output layer."""
+        return self.stages[stage].line(name) + self._not_trained(stage, name).scaled(trained_share - 1)
 
     def forward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         return self._time_us(stage, "forward", work)

@@ -155,9 +155,7 @@ class Codec:
 _PLAIN: dict[Any, str] = {str: "text", bool: "true or false"}
 
 
-@cache
-def hints_of(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+hints_of = cache(get_type_hints)
 
 
 def _pair(of: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -61,7 +61,7 @@ def place_copies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float
         return placed
     freed: list[tuple[int, Action]] = []  # by index, which only grows
     actions = [graph.steps[number].action for number in copies]
-    backwards = [graph.number(Action(Op.B, stage, chunk)) for _, stage, chunk in actions]
+    backwards = [graph.listed.number(Action(Op.B, stage, chunk)) for _, stage, chunk in actions]
     latest = [(compute.stop if number is None else number) - compute.start for number in backwards]
     began, ended = ([column[row.start : row.stop] for row in (compute, copies)] for column in (start_us, end_us))
     ran = map(CopyTimes, actions, began[1], ended[1], latest)

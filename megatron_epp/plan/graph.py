@@ -83,9 +83,6 @@ class Graph:
     def num_ranks(self) -> int:
         return self.columns.num_ranks
 
-    def number(self, action: Action) -> int | None:
-        return self.listed.number(action)
-
     def where(self, number: int) -> tuple[int, int]:
         return self.columns.where(number)
 

@@ -69,11 +69,6 @@ def kv_offload_changes(
             yield Action(Op.B, stage, first), True, -in_units(cache + gradient)
 
 
-def host_peaks(timeline: Timeline) -> tuple[int, ...]:
-    """Peak host memory of each rank, in bytes."""
-    return tuple(max(size for _, size in host_memory(timeline, rank)) for rank in range(timeline.plan.num_ranks))
-
-
 def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
     """Peak host memory of each rank, in bytes.
 
@@ -82,7 +77,8 @@ def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
     """
     if not plan.kv_offload and not any(plan.copies):
         return [0] * plan.num_ranks
-    return list(host_peaks(timeline or simulate(plan)))
+    timeline = timeline or simulate(plan)
+    return [max(size for _, size in host_memory(timeline, rank)) for rank in range(plan.num_ranks)]
 
 
 def slices_of(plan: Plan) -> dict[int, list[int]]:

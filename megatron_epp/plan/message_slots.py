@@ -18,7 +18,7 @@ from megatron_epp.plan.communicators import Direction
 from megatron_epp.plan.launches import Launches, Rows
 from megatron_epp.plan.operations import MessageKind, Role, Track, needs_of, operations
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.violation import Violation
+from megatron_epp.plan.violation import Violation, fault
 
 SEND_SLOTS = 2
 """Slots of a direction for messages to send: one is filled while the message before it is on its way."""
@@ -66,7 +66,7 @@ def check_messages(plan: Plan, launches: Launches) -> Iterator[Violation]:
         return
     for rank, (size, peak) in enumerate(zip(plan.message_bytes, message_peaks(plan, launches), strict=True)):
         if peak > size:
-            yield Violation(rank, None, None, f"messages in flight take {peak} bytes; {size} are set aside for them")
+            yield fault(f"messages in flight take {peak} bytes; {size} are set aside for them", rank)
 
 
 class _Sides(NamedTuple):

@@ -264,7 +264,8 @@ def memory_changes(graph: Graph, played: Playback, rank: int) -> MemoryChanges:
     copies = [(2 * index, action) for index in sorted(issued) for action in issued[index]]
     if copies:
         positions = [position for position, _ in copies]
-        moved = [graph.number(action._replace(op=Op.O) if action.op is Op.FREE else action) for _, action in copies]
+        own = (action._replace(op=Op.O) if action.op is Op.FREE else action for _, action in copies)
+        moved = list(map(graph.listed.number, own))
         number = np.insert(number, positions, np.array(moved, dtype=np.int64))
         at_end = np.insert(at_end, positions, [action.op is Op.FREE for _, action in copies])
     return MemoryChanges(number, at_end, np.where(at_end, -columns.free_bytes[number], columns.alloc_bytes[number]))

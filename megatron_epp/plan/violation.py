@@ -33,6 +33,11 @@ class Violation:
         return f"{' '.join(where)}: {self.reason}" if where else self.reason
 
 
+def fault(reason: str, rank: int | None = None) -> Violation:
+    """Return a fault of a plan's tables, or of no single step of a rank."""
+    return Violation(rank, None, None, reason)
+
+
 def report(plan: Plan, violations: Sequence[Violation]) -> str:
     """Format the grid with an arrow under each fault; one line if there is none. Long rows are cut around faults."""
     if not violations:

@@ -22,11 +22,6 @@ GATHER = Collective(Op.GATHER)
 _ALL = (Op.S, Op.N, Op.T)
 
 
-def of_last_stage(placement: Sequence[int]) -> Sequence[int]:
-    """Sites of an operation with one site, on the rank of the last stage."""
-    return placement[-1:]
-
-
 def _rows(op: Op) -> Callable[[Any, Sequence[int], Any], OperationRows | None]:
     """Times and bytes of an operation: none if the costs have the output layer on a stage."""
     return lambda costs, sites, work: costs.vocabulary_rows(op, sites, work)
@@ -52,7 +47,7 @@ register(
         colour="#444444",
         presence=Presence.COMPLETE_ALWAYS,
         together=_ALL,
-        sites=of_last_stage,
+        sites=lambda placement: placement[-1:],  # one site, on the rank of the last stage
         needs=(Need(Op.S, At.EVERY, carries=GATHER),),
         before=(Before(Op.B, Need(Op.N, At.LAST, only=At.LAST)),),
         rows=_rows(Op.N),

@@ -55,7 +55,8 @@ def replacing(path: Name, *, private: bool = False) -> Iterator[Path]:
         with _named(path):
             sync(scratch)
             os.replace(scratch, target)
-            _sync_folder(target.parent)
+            with contextlib.suppress(OSError, MemoryError):
+                sync(target.parent)  # the rename, where the file system can; the file itself is there already
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
@@ -93,12 +94,6 @@ def _mode(path: Path) -> int | None:
         return os.stat(path).st_mode
     except FileNotFoundError:
         return None
-
-
-def _sync_folder(folder: Path) -> None:
-    """Put a rename on disk, where the file system can; the file itself is there already."""
-    with contextlib.suppress(OSError, MemoryError):
-        sync(folder)
 
 
 @contextlib.contextmanager

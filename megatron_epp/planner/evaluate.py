@@ -57,12 +57,6 @@ def recompute_times(tables: Tables, recompute_steps: RecomputeSteps) -> tuple[tu
     return tuple(tuple(passes.ways.again_us[chunks, row].tolist()) for passes, row in rows)
 
 
-def split_off(order: Order) -> set[tuple[int, int]]:
-    """Stage and chunk of every weight gradient that is an action of its own."""
-    weight = Op.W
-    return {(stage, c) for actions in order for op, stage, c in actions if op is weight}
-
-
 def moved_of(kept_bytes: int, layer_input: int, share: float) -> int:
     """Compute the bytes that an offload of a share of the kept bytes moves: at least the input of one layer, or nothing.
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from megatron_epp.cost.model import Costs
 from megatron_epp.features import plan_targets
-from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan import Chunk, Op
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us, split_off
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.fit import RecomputeFit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
@@ -60,11 +61,14 @@ def fitted(
     decisions = kind(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs.recompute_modes))
     refuse_mistakes(decisions, problem, costs, planner)
     tables = decisions.tables(problem, costs)
-    order = tuple(tuple(action for action in row if _is_worth(action, tables)) for row in order)
+    leaves = partial(leaves_bytes, tables.columns)
+    order = tuple(tuple(a for a in row if a.op is not Op.W or leaves(a.stage * len(chunks) + a.chunk)) for row in order)
     decisions = replace(decisions, order=order)
     whole = without_weights(order)
     fit = _fit(decisions, whole, tables, problem.cap_bytes, options)
-    best_us = _makespan_us(order, tables, fit.recompute_steps)
+    best_us, recompute_steps = math.inf, fit.recompute_steps
+    if recompute_steps is not None:
+        best_us = makespan_us(with_added(order, tables, recompute_steps), tables, recompute_steps)
     copied: Copied | None = None
     may_offload = options.recompute == "auto" and not problem.forward_only and decisions.sharing is None
     if may_offload and math.isfinite(costs.host_us(1)):
@@ -74,10 +78,10 @@ def fitted(
         return Decisions(
             decisions.chunks, order, offload.recompute_steps, decisions.modes, copies=offload.copies, offload=offload.shares
         )
-    if fit.recompute_steps is None:
+    if recompute_steps is None:
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
         raise infeasible(problem, costs, options, fit.needed_bytes, least_host, planner)
-    return replace(decisions, recompute_steps=fit.recompute_steps)
+    return replace(decisions, recompute_steps=recompute_steps)
 
 
 def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -91,17 +95,6 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     return decisions_of(every_order(Replicas((problem,), costs, options), chunks))
 
 
-def _makespan_us(order: Order, tables: Tables, recompute_steps: RecomputeSteps | None) -> float:
-    if recompute_steps is None:
-        return math.inf
-    return makespan_us(with_added(order, tables, recompute_steps), tables, recompute_steps)
-
-
-def _is_worth(action: Action, tables: Tables) -> bool:
-    columns = tables.columns
-    return action.op is not Op.W or leaves_bytes(columns, action.stage * columns.num_chunks + action.chunk)
-
-
 def _fit(decisions: Decisions, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> RecomputeFit:
     """Fit recompute to the caps, with what waits for weight gradients and what actions hold at once.
 
@@ -109,7 +102,7 @@ def _fit(decisions: Decisions, whole: Order, tables: Tables, caps: Sequence[int]
     cap, action by action, and recompute fitted to what is left. It changes a little with that, so this is repeated.
     """
     order, sharing = decisions.order, decisions.sharing
-    if not split_off(order) and sharing is None:
+    if sharing is None and not any(action.op is Op.W for row in order for action in row):
         return fit_recompute(order, tables, caps, options)
     most = by_stage(tables.columns.most, tables.columns.num_chunks)
     is_fixed = options.recompute != "auto"

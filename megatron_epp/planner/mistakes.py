@@ -33,7 +33,7 @@ from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.proof import report
 from megatron_epp.plan.proof.actions import check_presence
 from megatron_epp.plan.proof.plan_tables import check_kv_offload, check_tokens
-from megatron_epp.plan.violation import Violation
+from megatron_epp.plan.violation import Violation, fault
 from megatron_epp.planner.assemble import cannot_run
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
@@ -45,7 +45,7 @@ def refuse_mistakes(decisions: Decisions, problem: Problem, costs: Costs, planne
     """Raise `PlanError`, with the report, for decisions from which no plan can be written, whatever their recompute."""
     with _of_types(planner):
         _refuse_types(decisions, planner)
-        faults = [_fault(reason) for reason in (*_shapes(decisions, problem, costs), *decisions.faults())]
+        faults = [fault(reason) for reason in (*_shapes(decisions, problem, costs), *decisions.faults())]
         if not faults:
             plan = outline(decisions, problem, costs)
             columns = columns_of(plan)
@@ -73,7 +73,7 @@ def whole_layers(decisions: Decisions, problem: Problem, costs: Costs, tables: T
             unit = "layers" if len(decisions.modes) == 1 else "steps of its recompute frontier"
             beyond = np.argwhere((num_steps < 0) | (num_steps > most)).tolist()
             reasons = [f"stage {s} recomputes {num_steps[s, c]} {unit} of chunk {c}; it has {most[s, c]}" for s, c in beyond]
-        _refuse(map(_fault, reasons), decisions, problem, costs, planner)
+        _refuse(map(fault, reasons), decisions, problem, costs, planner)
     recompute_steps: RecomputeSteps = num_steps.tolist()
     return recompute_steps
 
@@ -173,7 +173,7 @@ def _out_of_order(chunks: Sequence[Chunk]) -> Iterator[Violation]:
         sequence, start, _ = chunk.segments[0]
         ends = [(part.sequence, part.end) for part in chunks[c - 1].segments] if c else []
         if start and (sequence, start) not in ends:
-            yield _fault(f"chunk {c} goes on with sequence {sequence} at token {start}, where chunk {c - 1} does not end")
+            yield fault(f"chunk {c} goes on with sequence {sequence} at token {start}, where chunk {c - 1} does not end")
 
 
 def _recomputes(plan: Plan) -> Iterator[Violation]:
@@ -183,7 +183,3 @@ def _recomputes(plan: Plan) -> Iterator[Violation]:
             if step.action.op is Op.R:
                 reason = "a planner says what recomputes by its layers; an action of its own has no costs"
                 yield Violation(rank, position, step.action, reason)
-
-
-def _fault(reason: str) -> Violation:
-    return Violation(None, None, None, reason)

@@ -191,7 +191,7 @@ def tabulate(
     message_us, message_bytes = costs.message_us(work), costs.message_bytes(work).tolist()
     shards = shard_room(added, trains) or (0,) * problem.num_ranks
     room, exchanges = message_room(problem, message_bytes), (int(costs.exchange_bytes(work).max()),) * problem.num_ranks
-    placement = problem.placement
+    placement, one_us = problem.placement, costs.host_us(1e9)
     stages_of = tuple(tuple(s for s in range(problem.num_stages) if placement[s] == rank) for rank in range(max(placement) + 1))
     return Tables(
         passes=passes,
@@ -207,7 +207,7 @@ def tabulate(
         rank_of=placement,
         stages_of=stages_of,
         host_latency_us=costs.host_us(0),
-        host_us_per_byte=_host_us_per_byte(costs),
+        host_us_per_byte=(costs.host_us(2e9) - one_us) / 1e9 if one_us < np.inf else np.inf,
         host_links=tuple(rank // costs.host_turns for rank in range(len(stages_of))),
         offloadable_share=costs.offloadable_share,
         added=added,
@@ -267,8 +267,3 @@ def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[s
         items.update(costs.static_items(stage))
     passes = [{name: int(row.max(initial=0)) for name, row in costs.pass_items(stage, work).items()} for stage in stages]
     return dict(items) | max(passes, key=lambda sizes: sum(sizes.values()))
-
-
-def _host_us_per_byte(costs: Costs) -> float:
-    one_us = costs.host_us(1e9)
-    return (costs.host_us(2e9) - one_us) / 1e9 if one_us < np.inf else np.inf

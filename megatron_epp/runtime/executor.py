@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -100,7 +100,8 @@ class Executor:
         self.recorder.begin()
         if self._upload is not None:
             self._upload.wait()  # on the device: offsets and tokens were uploaded on another stream
-        with self._explained(), torch.set_grad_enabled(not self.plan.forward_only), self._watched():
+        watched = nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
+        with self._explained(), torch.set_grad_enabled(not self.plan.forward_only), watched:
             self._open_slots()  # here, where slots change between iterations: no message is under way
             for position, action in enumerate(self._actions):
                 self._progress.reach(ProgressPoint(position))
@@ -109,9 +110,6 @@ class Executor:
             self._finish()
             # The host is done; the watch goes on until the device has passed all marks, the last sends among them.
             self._progress.reach(None)
-
-    def _watched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

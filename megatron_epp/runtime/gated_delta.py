@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,6 @@ from torch.nn import functional
 from megatron_epp.runtime.attention.segments import Tensors
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.handover import Handover
-
-
-class DeltaRule(Protocol):
-    """Kernel of the gated delta rule, as flash-linear-attention has it: ``[1, tokens, heads, channels]``."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +30,8 @@ class DeltaLayer:
     bias: Tensor | None  # of the convolution, ``[channels]``; None without
     decay: Tensor  # logarithms of the heads' decays ``[value heads]``
     step: Tensor  # bias of the gate of the decay ``[value heads]``
-    rule: DeltaRule
+    # Kernel of the gated delta rule, as flash-linear-attention has it: of ``[1, tokens, heads, channels]`` each
+    rule: Callable[..., tuple[Tensor, Tensor | None]]
     # Scales the channels of queries and keys, in place of a softmax's temperature; None leaves them as they are
     normalise: Callable[[Tensor], Tensor] | None
     # Kernel of the convolution with its activation, for packed sequences ``[1, tokens, channels]``; None for torch's, where
@@ -64,7 +59,8 @@ class DeltaLayer:
             q, k = self.normalise(q.contiguous()), self.normalise(k.contiguous())
         copies = v.shape[1] // q.shape[1]  # groups of value heads share a key head
         q, k = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (q, k))
-        log_decay = -self.decay.exp() * functional.softplus(_wide(decay[..., 0]) + self.step)
+        wide = torch.promote_types(decay.dtype, torch.float32)
+        log_decay = -self.decay.exp() * functional.softplus(decay[..., 0].to(wide) + self.step)
         out, memories = self._recurred((q, k, v), log_decay, strength[..., 0].sigmoid(), memory, context)
         for left, of in ((view, 0), (context.begun, context.table.num_sequences - 1)):
             if left is not None and not left.is_last_slice:
@@ -134,7 +130,3 @@ class DeltaLayer:
                 done = number + 1
         outs += whole(done, len(table.segments))
         return torch.cat(outs) if len(outs) > 1 else outs[0], memories
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

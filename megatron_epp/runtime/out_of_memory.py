@@ -31,7 +31,7 @@ the allocator comes where memory is simply full; with more, it is missing where 
 
 _IN_PLAN = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B, Op.FREE: Op.O, Op.REDUCE: Op.B}
 """Ops that lowering adds, each with the planned op whose memory it is compared with."""
-_WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
+_WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")  # of the failed allocation, in torch's message
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -49,11 +49,15 @@ class OutOfMemoryReport:
     def text(self, plan: Plan, rank: int, action: Action, error: Exception) -> str:
         """Return what happened and what to change, in a few lines, while the error's frames still hold the action's tensors."""
         planned = simulate(plan).planned_bytes(rank, action._replace(op=_IN_PLAN.get(action.op, action.op)))
-        usage, wanted = self.usage(plan.static_bytes[rank]), _wanted_bytes(error)
+        usage, match = self.usage(plan.static_bytes[rank]), _WANTED.search(str(error))
+        wanted = int(float(match[1]) * _UNITS[match[2]]) if match else 0
         excess = 0 if usage is None else max(0, usage.allocated_bytes + wanted - planned)
+        cap, stage, chunk = plan.cap_bytes[rank], action.stage, action.chunk
+        limit = "no cap" if is_unlimited(cap) else f"a cap of {format_bytes(cap)}"
         lines = (
-            f"out of memory on stage {action.stage}, chunk {action.chunk}: {_what_for(plan, action)}",
-            f"planned for the rank at this action: {format_bytes(planned)}, with {_cap(plan.cap_bytes[rank])}; "
+            f"out of memory on stage {stage}, chunk {chunk}: {plan.padded_tokens(chunk):,} tokens, {plan.num_layers[stage]} "
+            f"layers, recompute: {plan.recompute[stage][chunk]}",
+            f"planned for the rank at this action: {format_bytes(planned)}, with {limit}; "
             f"{_found(usage, wanted, self.names.get('measure_memory', ''))}",
             *((error.message,) if isinstance(error, HostMemoryError) else ()),
             "most likely to help: " + " or ".join(self._advice(plan, action, error, usage, lower_cap(plan, rank, excess))),
@@ -66,8 +70,15 @@ class OutOfMemoryReport:
         if isinstance(error, HostMemoryError):
             remedies = error.remedies if self.makes_chunks else error.without_remedies("chunk_tokens").remedies
             changes += [f"{remedy.verb} {remedy.object(self.names)}" for remedy in remedies]
+<<<<<<< HEAD
         if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
             changes.append(f"{allocator_setting({}, torch.__version__)[0]}={EXPANDABLE}")
+=======
+        reserved = None if usage is None else usage.reserved_bytes
+        has_gaps = usage and reserved is not None and reserved - usage.allocated_bytes > _GAPS * reserved
+        if has_gaps and not segments_expand(os.environ, torch.__version__):
+            changes.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
+>>>>>>> cut4
         if self.recompute_is_fixed:
             changes.append(self._setting("recompute", "auto"))
         if lower is not None:
@@ -92,30 +103,9 @@ def lower_cap(plan: Plan, rank: int, excess_bytes: int) -> int | None:
     return lower if lower > static else None
 
 
-def _has_gaps(usage: Usage | None) -> bool:
-    if usage is None or usage.reserved_bytes is None:
-        return False
-    return usage.reserved_bytes - usage.allocated_bytes > _GAPS * usage.reserved_bytes
-
-
-def _wanted_bytes(error: Exception) -> int:
-    """Return the size in bytes of the failed allocation, from torch's message; 0 if the message does not have it."""
-    match = _WANTED.search(str(error))
-    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
-
-
-def _what_for(plan: Plan, action: Action) -> str:
-    layers, recompute = plan.num_layers[action.stage], plan.recompute[action.stage][action.chunk]
-    return f"{plan.padded_tokens(action.chunk):,} tokens, {layers} layers, recompute: {recompute}"
-
-
 def _found(usage: Usage | None, wanted_bytes: int, name: str) -> str:
     if usage is None:
         return f"what is in use was not counted{f' (without a GPU, {name} counts it)' if name else ''}"
     reserved = "" if usage.reserved_bytes is None else f", {format_bytes(usage.reserved_bytes)} reserved"
     wanted = f", and {format_bytes(wanted_bytes)} more wanted" if wanted_bytes else ""
     return f"in use: {format_bytes(usage.allocated_bytes)}{reserved}{wanted}"
-
-
-def _cap(cap_bytes: int) -> str:
-    return "no cap" if is_unlimited(cap_bytes) else f"a cap of {format_bytes(cap_bytes)}"

@@ -7,8 +7,9 @@ and of the convolution ahead of it the last rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +23,14 @@ _NO_STEP = -1e4
 """Input of softplus, whatever its bias, for a step of 0: such a row neither feeds the state nor lets it decay."""
 
 
-class Scan(Protocol):
-    """Kernel of convolution, recurrence and gate, as mamba-ssm has it: from ``[1, tokens, columns]``, and perhaps a state, to
-    ``[1, tokens, heads * channels]``, and the last state if it is asked for one.
-    """
-
-    def __call__(self, rows: Tensor, **options: Any) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpaceLayer:
     """A layer's kernel with its weights, for the heads that a rank has."""
 
     number: int  # of the layer, unique in its stage
-    scan: Scan
+    # Kernel of convolution, recurrence and gate, as mamba-ssm has it: from ``[1, tokens, columns]``, and perhaps a state, to
+    # ``[1, tokens, heads * channels]``, and the last state if it is asked for one
+    scan: Callable[..., Any]
     gate_width: int  # columns of a row that the gate takes, the first ones
     mixed_width: int  # columns that the convolution reads, the next ones; those of the steps come last, one of each head
     filter_width: int  # tokens that the convolution sees

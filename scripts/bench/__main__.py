@@ -18,15 +18,10 @@ def benches() -> Iterator[tuple[str, str]]:
             is_command = '\nif __name__ == "__main__":' in text and path.stem != "__main__"
             module = path.with_suffix("") if is_command else path.parent
             name = ".".join(module.relative_to(SCRIPTS.parent).parts)
-            parts = {} if is_command else part_names(path.parent / "__main__.py")
+            several = "" if is_command else (path.parent / "__main__.py").read_text(encoding="utf-8")
+            parts = re.findall(rf'"(\w+)": {path.stem}\.BENCH', several)  # where one command has several benchmarks
             about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-            yield " ".join(["python -m", name, *parts.get(path.stem, ())]), about
-
-
-def part_names(main: Path) -> dict[str, list[str]]:
-    """Return the name of each module's part where one command has several benchmarks, by the module."""
-    pairs = re.findall(r'"(\w+)": (\w+)\.BENCH', main.read_text(encoding="utf-8"))
-    return {module: [part] for part, module in pairs}
+            yield " ".join(["python -m", name, *parts]), about
 
 
 if __name__ == "__main__":

@@ -160,7 +160,9 @@ def cases(args: Namespace) -> dict[str, Callable[[], Figures]]:
     model = Model(flags, args.layers == "te", 0, device, dtype)
     if args.plan:
         return {args.plan.name: partial(as_trained, args, model)}
-    lengths = args.lengths or _lengths(args.reduced)
+    lengths = args.lengths or (600, 300, 90, 40)
+    if not (args.lengths or args.reduced):
+        lengths = (16384, 12000, *(min(int(length), 16384) for length in wikipedia(218, 0)))
     stages, cap_bytes = (4, 1 << 50) if args.reduced else (args.stages, int(args.cap_gb * 2**30))
     model = replace(model, loss_block_tokens=loss_block_tokens(AUTO, flags["vocab_size"], max(lengths)))
     costs = _costs(args, model, lengths, stages)
@@ -168,10 +170,6 @@ def cases(args: Namespace) -> dict[str, Callable[[], Figures]]:
     print(f"{len(lengths):,} sequences, {sum(lengths):,} tokens, {stages} stages, cap {format_bytes(cap_bytes)}", flush=True)
     shared, ways = (model, costs, problem, time.monotonic() + args.seconds), args.ways or (REDUCED if args.reduced else WAYS)
     return {way: partial(planned, args, way, *shared) for way in ways}
-
-
-def _lengths(reduced: bool) -> tuple[int, ...]:
-    return (600, 300, 90, 40) if reduced else (16384, 12000, *(min(int(length), 16384) for length in wikipedia(218, 0)))
 
 
 def _costs(args: Namespace, model: Model, lengths: Sequence[int], stages: int) -> PipelineCosts:

@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.output_layer import PASS_US
-from megatron_epp.plan import InfeasibleError, Op, Plan, Step
+from megatron_epp.plan import InfeasibleError, Op, Plan
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement, placements_of
 from megatron_epp.planner import Options, Problem
@@ -125,7 +125,8 @@ def _figures(run: Run, layout: Layout, *, splits_weight: bool) -> dict[str, Any]
     if plan is None:
         return where | {"makespan_us": None}
     recompute_us, makespan_us = sum(map(sum, plan.recompute_us)), plan.predicted.makespan_us
-    busy_us = sum(_needed_us(step) for steps in plan.ranks for step in steps) - recompute_us
+    times_us = (step.time_us - PASS_US * (step.action.op in (Op.S, Op.N, Op.T)) for steps in plan.ranks for step in steps)
+    busy_us = sum(times_us) - recompute_us  # without the fixed part that the shards of the vocabulary add
     all_us = plan.num_ranks * makespan_us
     return where | {
         "makespan_us": makespan_us,
@@ -133,11 +134,6 @@ def _figures(run: Run, layout: Layout, *, splits_weight: bool) -> dict[str, Any]
         "efficiency": busy_us / all_us,
         "recompute_share": recompute_us / all_us,
     }
-
-
-def _needed_us(step: Step) -> float:
-    """Time of a step without the fixed part that the shards of the vocabulary add."""
-    return step.time_us - PASS_US * (step.action.op in (Op.S, Op.N, Op.T))
 
 
 def ratio(row: Figures) -> float:
@@ -234,9 +230,7 @@ RUNS = (
 
 
 def cases(args: Namespace) -> dict[str, Run]:
-    runs = RUNS
-    if args.reduced:
-        runs = (Run("chat", 8192, 2, "llama3-8b", 80, sequences=4),)
+    runs = (Run("chat", 8192, 2, "llama3-8b", 80, sequences=4),) if args.reduced else RUNS
     return {f"{run.model} {run.lengths_like} {run.context // 1024}K PP {run.stages} {run.cap_gb} GB": run for run in runs}
 
 

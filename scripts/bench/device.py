@@ -110,9 +110,8 @@ def memory(unit: int) -> Part:
                 row["planned"] = row["counted"] + alone["given"] - alone["counted"]
                 row["error"] = row["planned"] / row["given"] - 1
             rows[f"{name}, {recompute_layers} layers recomputed"] = row
-    setting = allocator_setting(os.environ, torch.__version__)
     return {
-        "allocator": setting,
+        "allocator": allocator_setting(os.environ, torch.__version__),
         "rows": rows,
         "met": all(abs(row.get("error", 0.0)) <= GOALS["peak"] for row in rows.values()),
     }

@@ -233,12 +233,10 @@ def old_logprobs(engine: Any, samples: Samples, size: Size, global_count: int) -
     """Return the log-probabilities of the tokens of every response, by verl's forward pass; on the last stage only."""
     with engine.eval_mode():
         inferred = engine.infer_batch(batch_of(samples, size, global_count))
-    return responses_of(inferred["model_output"]["log_probs"]) if engine.is_mp_src_rank_with_outputs() else []
-
-
-def responses_of(logprobs: Tensor) -> list[Tensor]:
-    """Cut what verl returns for every token of a sample, about the next one, to the tokens of the response."""
-    return [row[PROMPT - 1 : -1].detach() for row in logprobs.unbind()]
+    if not engine.is_mp_src_rank_with_outputs():
+        return []
+    # verl returns one for every token of a sample, about the next one.
+    return [row[PROMPT - 1 : -1].detach() for row in inferred["model_output"]["log_probs"].unbind()]
 
 
 def gradients(engine: Any) -> list[Tensor]:

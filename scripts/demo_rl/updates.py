@@ -49,7 +49,8 @@ def _step(engine: Any, size: verl.Size, loss: Any, step: int) -> tuple[list[floa
     count = GROUPS * RESPONSES
     mine = rollout(size, step).part(replica, replicas)
     old = verl.from_last_stage(verl.old_logprobs(engine, mine, size, count))
-    rewards = torch.tensor([_reward(*of) for of in zip(mine.tokens, old, strict=True)])
+    evenness = [(tokens[verl.PROMPT :] % 2 == 0).float().mean() for tokens in mine.tokens]
+    rewards = torch.tensor([float(even + SURPRISE * own.mean()) for even, own in zip(evenness, old, strict=True)])
     groups = rewards.view(-1, RESPONSES)
     # A replica has whole groups, by the order in which `rollout` lists responses.
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
@@ -74,11 +75,6 @@ def rollout(size: verl.Size, step: int) -> verl.Samples:
         random = torch.Generator().manual_seed(1000 * step + group)
         drawn.tokens[number][: verl.PROMPT] = torch.randint(1, size.vocabulary, (verl.PROMPT,), generator=random)
     return drawn
-
-
-def _reward(tokens: torch.Tensor, logprobs: torch.Tensor) -> float:
-    """Reward even tokens, and a little what the policy finds likely."""
-    return float((tokens[verl.PROMPT :] % 2 == 0).float().mean() + SURPRISE * logprobs.mean())
 
 
 if __name__ == "__main__":

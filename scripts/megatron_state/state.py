@@ -185,11 +185,9 @@ def _of_first(scope: Scope, rest: Reference, binds: bool) -> Reference | None:
         return (owner.name, *rest) if rest else None
     if not rest or CALL in rest or (binds and len(rest) == 1) or rest[0] in owner.own:
         return None
-    return (owner.name, *rest) if _is_container(owner.attributes.get(rest[0])) else None
-
-
-def _is_container(value: ast.expr | None) -> bool:
-    return isinstance(value, (ast.Dict, ast.List, ast.Set)) or (isinstance(value, ast.Call) and last_name(value) in _CONTAINERS)
+    value = owner.attributes.get(rest[0])
+    is_made = isinstance(value, ast.Call) and last_name(value) in _CONTAINERS
+    return (owner.name, *rest) if is_made or isinstance(value, (ast.Dict, ast.List, ast.Set)) else None
 
 
 def _results(modules: Modules, where: Module, function: str, steps: int = 0) -> Iterator[str]:

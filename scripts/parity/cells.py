@@ -220,14 +220,10 @@ def all_cells() -> list[Cell]:
         Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp, virtual=virtual, placement=placement, split=split, experts=count, ep=ep)
         for (tp, sp), cp, dp, (pp, virtual, placement), split, (count, ep) in sizes
     ]
-    possible = [cell for cell in cells if _is_possible(cell)]
+    cells = [cell for cell in cells if cell.num_processes <= MOST_PROCESSES and (cell.pp > 1 or not cell.split)]
+    # Megatron trains experts with tensor parallelism only where tokens are shared too.
+    possible = [cell for cell in cells if cell.ep <= cell.dp and (cell.tp == 1 or cell.sp or not cell.experts)]
     return sorted(possible, key=lambda cell: cell.num_processes)
-
-
-def _is_possible(cell: Cell) -> bool:
-    """Megatron trains experts with tensor parallelism only where tokens are shared too."""
-    experts = cell.ep <= cell.dp and (cell.tp == 1 or cell.sp or not cell.experts)
-    return experts and cell.num_processes <= MOST_PROCESSES and (cell.pp > 1 or not cell.split)
 
 
 @functools.cache

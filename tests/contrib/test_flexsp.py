@@ -78,7 +78,7 @@ def test_a_chunk_takes_as_long_as_its_slowest_group():
 def test_a_group_exchanges_as_a_run_of_its_own_size_does():
     """Half of the ranks take as long as a run with that many ranks, on the same tokens and pairs."""
     half = costs_of(RANKS // 2, node=RANKS)
-    line, whole = GroupCosts(costs_of(node=RANKS)).line(0, RANKS // 2), half.forward_line(0) + half.backward_line(0)
+    line, whole = GroupCosts(costs_of(node=RANKS)).line(0, RANKS // 2), half.line(0, "forward") + half.line(0, "backward")
     assert line.per_pair_us == pytest.approx(whole.per_pair_us)
     assert line.per_token_us == pytest.approx(whole.per_token_us, rel=0.02)  # heads of keys are replicated less
 

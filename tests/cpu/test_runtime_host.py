@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_epp.features.offload.host import MACHINE, HostMemory, Region, cpus_of_node, host_limit, near
 from megatron_epp.plan import EppError, Op
-from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, in_units, kv_offload_changes, slices_of
+from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peak_bytes, in_units, kv_offload_changes, slices_of
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.simulation import simulate
 from megatron_epp.runtime.memory_use import HostMemoryError
 from tests.support.runtime.late_host import late_host
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, planned
@@ -156,7 +155,7 @@ def test_plans_that_fit_the_host_run_in_it_to_the_byte(seed):
         entry._replace(cache_bytes=draw.randint(1, GIB), gradient_bytes=draw.randint(1, GIB)) for entry in plan.kv_offload
     )
     plan = replace(plan, copies=copies, kv_offload=entries)
-    peaks = host_peaks(simulate(plan))
+    peaks = host_peak_bytes(plan)
     for rank, peak in enumerate(peaks):
         host = HostMemory(CPU, peak)
         for _ in range(3):

@@ -19,6 +19,7 @@ PROGRAMS = {
             "mcore.training.checkpoints",
         ),
 <<<<<<< HEAD
+<<<<<<< HEAD
         20_992,
     ),
     "iteration": (("mcore.iteration.document_schedule",), 14_476),
@@ -41,6 +42,16 @@ FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_117, "tests": 53_86
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
 FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_870, "scripts": 9_900}
 >>>>>>> cut3
+=======
+        21_100,
+    ),
+    "iteration": (("mcore.iteration.document_schedule",), 14_470),
+    "planner": (("planner.search", "planner.service.answers"), 12_000),
+    "command line": (("tools.cli.main",), 4_070),
+}
+"""Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
+FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_080, "tests": 53_870, "scripts": 9_820}
+>>>>>>> cut4
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

@@ -75,7 +75,7 @@ def test_a_plan_of_trained_tokens_only_is_the_one_without_a_mask():
 def test_chunks_are_balanced_by_another_stage_where_few_tokens_are_trained():
     asked, costs = problem((64, 64), 2), with_head()
     few = replace(asked, trained=((0,), (1,)))
-    lines = [costs.forward_line(stage) + costs.backward_line(stage) for stage in range(2)]
+    lines = [costs.line(stage, "forward") + costs.line(stage, "backward") for stage in range(2)]
     assert Chunker.of(asked, costs, None).line.per_token_us == lines[1].per_token_us
     assert Chunker.of(few, costs, None).line.per_token_us < lines[1].per_token_us - 0.9 * 60
     assert Chunker.of(few, costs, None).total_us < 0.6 * Chunker.of(asked, costs, None).total_us

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_epp.plan import UNLIMITED_BYTES, Action, KVOffload, Op
 from megatron_epp.plan.communicators import Direction
-from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_memory, host_peaks, in_units, kv_offload_changes, slices_of
+from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_memory, host_peak_bytes, in_units, kv_offload_changes, slices_of
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.message_slots import message_peaks, slots_of
 from megatron_epp.plan.placement import Placement
@@ -130,7 +130,7 @@ def test_keys_and_values_are_there_from_the_first_slices_forward_and_their_gradi
     turn, _ = times_of(line, 1, Action(Op.B, 1, 1))
     _, end = times_of(line, 1, Action(Op.B, 1, 0))
     assert host_memory(line, 1) == [(0.0, 0), (begin, UNIT), (turn, 3 * UNIT), (end, 0)]
-    assert host_peaks(line) == (0, 3 * UNIT)
+    assert host_peak_bytes(line.plan, line) == [0, 3 * UNIT]
 
 
 def test_without_backward_they_go_with_the_last_slices_forward():
@@ -190,7 +190,7 @@ def test_in_the_order_of_a_run_there_is_as_much_at_the_host(plan, cache, gradien
     copies = tuple(tuple(_moving(copy, sizes[copy.action]) for copy in row) for row in plan.copies)
     entries = [KVOffload(stage, sequence, cache, gradient) for stage in range(plan.num_stages) for sequence in slices_of(plan)]
     plan = replace(plan, copies=copies, kv_offload=tuple(entries))
-    peaks, changes = host_peaks(simulate(plan)), list(kv_offload_changes(entries, slices_of(plan), plan.forward_only))
+    peaks, changes = host_peak_bytes(plan), list(kv_offload_changes(entries, slices_of(plan), plan.forward_only))
     for row, peak in zip(lower(plan), peaks, strict=True):
         here = most = 0
         for action in row:

@@ -119,7 +119,7 @@ def test_steps_wait_for_what_the_table_of_operations_says(plan):
     for number, step in enumerate(graph.steps):
         issue = [step.after] if getattr(step, "after", None) else []
         wanted = [*issue, *(need for action in step.actions for need in needs(action))]
-        assert [need for need, _ in graph.needs_of(number)] == [graph.number(need) for need in wanted]
+        assert [need for need, _ in graph.needs_of(number)] == [graph.listed.number(need) for need in wanted]
 
 
 @settings(max_examples=25)
@@ -157,9 +157,9 @@ def test_bytes_that_pass_the_test_of_all_steps_at_once_pass_that_step_by_step(pl
 def test_an_action_of_an_unknown_chunk_or_stage_has_no_number():
     plan = one_f_one_b()
     graph, action = build_graph(plan), plan.ranks[0][0].action
-    assert graph.number(action) == 0
-    assert graph.number(action._replace(chunk=99)) is None
-    assert graph.number(action._replace(stage=99)) is None
+    assert graph.listed.number(action) == 0
+    assert graph.listed.number(action._replace(chunk=99)) is None
+    assert graph.listed.number(action._replace(stage=99)) is None
     with pytest.raises(PlanError, match="is of a stage that the plan does not have; it has"):
         build_graph(with_step(plan, "0F0", action=action._replace(stage=99)))
 
@@ -172,7 +172,7 @@ def solved(plan):
 
 def binding_of(plan, text):
     graph, _, _, found = solved(plan)
-    dependency = found[graph.number(Action.parse(text))]
+    dependency = found[graph.listed.number(Action.parse(text))]
     return dependency.kind, None if dependency.number < 0 else str(graph.steps[dependency.number].action)
 
 

@@ -6,11 +6,10 @@ import pytest
 
 from megatron_epp.cost import memory as item
 from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step
-from megatron_epp.plan.kv_offload import host_peaks
+from megatron_epp.plan.kv_offload import host_peak_bytes
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.proof import check
 from megatron_epp.plan.proof.lockstep import check_lockstep
-from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunk_tables import ChunkTables
 from megatron_epp.planner.memory.breakdown import memory_breakdown
@@ -147,7 +146,7 @@ def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_st
     assert plans[0].kv_offload
     assert plans[0].kv_offload != plans[1].kv_offload
     assert any(any(made.copies) for made in plans) == (offloadable_share > 0)
-    most = max(max(host_peaks(simulate(made))) for made in plans)
+    most = max(max(host_peak_bytes(made)) for made in plans)
     with pytest.raises(InfeasibleError, match=rf"in host memory, where it may have [\d.]+ GiB \({most // 8} bytes\)"):
         plan_lockstep(problems(*batches, cap_bytes=cap, host_cap_bytes=most // 8), costs, options)
 

@@ -19,7 +19,7 @@ from megatron_epp.features.local_search.improvement import improve
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Op, Plan, Segment, Step
 from megatron_epp.plan.document import digest
-from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
+from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peak_bytes, slices_in
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.proof import check
 from megatron_epp.plan.recompute import FULL_ONLY
@@ -135,7 +135,7 @@ def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int])
     assert made.kv_offload
     assert not any(made.copies)
     assert max(simulate(made).peak_bytes) <= cap
-    assert 0 < max(host_peaks(simulate(made))) <= 100 * GIB
+    assert 0 < max(host_peak_bytes(made)) <= 100 * GIB
     assert "KV offload of" in summary(made)
     assert digest(made) == digest(plan(problem(lengths, 2, cap, host_cap_bytes=100 * GIB), costs, FIXED_ON))
 
@@ -158,7 +158,7 @@ def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: li
     wanted = named_host_bytes(refused.value)
     assert f"or --epp-host-memory-gb to {enough_gib(wanted)}" in refused.value.text(TRAINING)
     made = plan(problem(lengths, 2, cap, host_cap_bytes=wanted), costs, FIXED_ON)
-    assert max(host_peaks(simulate(made))) <= wanted
+    assert max(host_peak_bytes(made)) <= wanted
     with pytest.raises(InfeasibleError) as refused:
         plan(problem(lengths, 2, cap, host_cap_bytes=wanted - HOST_UNIT_BYTES), costs, FIXED_ON)
     assert named_host_bytes(refused.value) == wanted
@@ -286,7 +286,7 @@ def test_the_default_planner_is_as_fast_as_an_order_built_around_offload(count: 
 def test_the_default_planner_copies_no_more_ahead_than_the_host_has_room_for():
     asked, costs, options = batch(8, 20_616_702_360), costs_of(), replace(OFFLOAD, split_weight=True)
     free = plan(asked, costs, options)
-    most = max(host_peaks(simulate(free))) // 2
+    most = max(host_peak_bytes(free)) // 2
     made = plan(replace(asked, host_cap_bytes=most), costs, options)
     assert check(made) == []
     assert check(replace(free, host_cap_bytes=(most,) * RANKS)) != []

@@ -103,21 +103,14 @@ def placed(rows: Sequence[Row], source: str, parts: int = 1) -> Plan:
     shapes: tuple[Literal["looped", "v"], ...] = ("looped", "v") if held == 2 else ("looped",)
     plans = []
     for shape in shapes:
-        stage_of = _stages_of(Placement(shape, len(rows), held))
+        placement = Placement(shape, len(rows), held)
+        stage_of = [placement.stages(rank) for rank in range(len(rows))]
         numbered = [
             [tuple(entry._replace(stage=stage_of[rank][entry.stage]) for entry in together) for together in row]
             for rank, row in enumerate(rows)
         ]
         plans.append(plan_of(numbered, source, parts))
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: len(check(plan)))
-
-
-def _stages_of(placement: Placement) -> list[list[int]]:
-    """Return the stages of every rank, in order."""
-    stages: list[list[int]] = [[] for _ in range(placement.num_ranks)]
-    for stage, rank in enumerate(placement.rank_of):
-        stages[rank].append(stage)
-    return stages
 
 
 def _check_weights(every: Iterable[Pass]) -> None:

@@ -9,7 +9,7 @@ from operator import add
 import numpy as np
 
 from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
-from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, StageCosts
+from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, UNKNOWN_BYTES, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime
@@ -90,15 +90,14 @@ def without_attention(stage: StageCosts) -> StageCosts:
         mlp = replace(mlp, bytes_per_token=mlp.bytes_per_token - away, full_bytes_per_token=None)
     for name in ("forward", "backward"):
         layer, inner, ends = stage.lines(name)
-        stage = stage.with_lines(name, _no_pairs(layer), _no_pairs(inner), ends)
+        stage = stage.with_lines(name, replace(layer, per_pair_us=0.0), replace(inner, per_pair_us=0.0), ends)
     for half in stage.inner:
         if half.kv is not None:
             stage = stage.changed(half.kind, bytes_per_token=half.bytes_per_token - away)
     kv = KVBytes(bytes_per_token=0.0, heads=stage.kv.heads, queries_per_key=stage.kv.queries_per_key)
     input_bytes = own.input_bytes_per_token + queries
-    unknown = dict.fromkeys(f"{name}_bytes_per_token" for name in ("full", "attended", "apart", "apart_attended"))
     return stage.changed(LAYER, ATTENTION, kv=kv, input_bytes_per_token=input_bytes).changed(
-        LAYER, recompute={} if mlp is None else {"mlp": mlp}, bytes_per_token=own.bytes_per_token - away, **unknown
+        LAYER, recompute={} if mlp is None else {"mlp": mlp}, bytes_per_token=own.bytes_per_token - away, **UNKNOWN_BYTES
     )
 
 
@@ -134,7 +133,3 @@ def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:
 def _query_bytes_per_token(stage: StageCosts) -> float:
     """Bytes of a layer's queries, equal to its attention output's: keys take half of `stage.kv`."""
     return stage.kv.bytes_per_token / 2 * stage.kv.queries_per_key
-
-
-def _no_pairs(line: LinearTime) -> LinearTime:
-    return replace(line, per_pair_us=0.0)

@@ -6,7 +6,7 @@ import argparse
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,8 @@ def _without_forks() -> Iterator[None]:
     Nothing draws from them without dropout.
     """
     tracker = get_cuda_rng_tracker()
-    tracker.fork = _no_fork
+    tracker.fork = lambda *_: nullcontext()
     try:
         yield
     finally:
         del tracker.fork
-
-
-def _no_fork(*_: Any) -> AbstractContextManager[None]:
-    return nullcontext()

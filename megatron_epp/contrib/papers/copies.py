@@ -21,12 +21,6 @@ Fitting = Callable[[Order, Sequence[Chunk], Problem, Costs, Options], Decisions]
 """Function that chooses recompute and copies for an order, as `fitted` does."""
 
 
-def anywhere(tables: Tables) -> Iterable[RecomputeSteps | None]:
-    """Return that all of a plan may recompute."""
-    del tables
-    return (None,)
-
-
 def copied(
     wanted: Callable[[Tables], Shares],
     order: Order,
@@ -35,7 +29,7 @@ def copied(
     costs: Costs,
     options: Options,
     *,
-    limits: Callable[[Tables], Iterable[RecomputeSteps | None]] = anywhere,
+    limits: Callable[[Tables], Iterable[RecomputeSteps | None]] = lambda tables: (None,),
     otherwise: Fitting = fitted,
 ) -> Decisions:
     """Copy shares of activations ahead (`fit_ahead`).
@@ -46,7 +40,7 @@ def copied(
     Args:
         wanted: returns the shares from the times and sizes of the chunks.
         order, chunks, problem, costs, options: as `fitted` takes them.
-        limits: returns what may recompute next to the copies, tried in turn (`fit_ahead`).
+        limits: returns what may recompute next to the copies, tried in turn (`fit_ahead`); by default all of a plan.
         otherwise: chooses where these copies do not do.
 
     Raises:

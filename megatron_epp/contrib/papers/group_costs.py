@@ -37,7 +37,7 @@ class GroupCosts:
     def line(self, stage: int, degree: int) -> LinearTime:
         """Return the time of a forward and a backward of a group on a stage, in the tokens and pairs of its sequences."""
         scale = self.num_ranks // degree
-        whole = self.costs.forward_line(stage) + self.costs.backward_line(stage)
+        whole = self.costs.line(stage, "forward") + self.costs.line(stage, "backward")
         more_us = 2 * self._more_us(stage, np.array([degree])).item()
         return LinearTime(whole.fixed_us, whole.per_token_us * scale + more_us, whole.per_pair_us * scale, whole.launch_us)
 

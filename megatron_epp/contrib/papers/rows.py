@@ -57,11 +57,8 @@ class LetterRow:
             elif letter == "W":
                 self.actions.append(self._waiting.popleft())
             elif letter != "(":
-                self._pass(letter)
-
-    def _pass(self, letter: str) -> None:
-        stage, is_forward = self._stage[letter], letter in "fF"
-        chunk = next((self._forwards if is_forward else self._backwards)[stage])
-        self.actions.append(Action(Op.F if is_forward else Op.B, stage, chunk))
-        if letter in "bB":
-            self._waiting.append(Action(Op.W, stage, chunk))
+                stage, is_forward = self._stage[letter], letter in "fF"
+                chunk = next((self._forwards if is_forward else self._backwards)[stage])
+                self.actions.append(Action(Op.F if is_forward else Op.B, stage, chunk))
+                if letter in "bB":
+                    self._waiting.append(Action(Op.W, stage, chunk))

@@ -40,11 +40,6 @@ class Slicer(Chunker):
         own = Chunker.of(problem, costs, chunk_tokens)
         return Slicer(own.problem, own.line, own.token_cap, own.total_us, own.span_us)
 
-    @property
-    def _num_equal_time_slices(self) -> int:
-        """Slices of the longest sequence that all take as long as the first may under the token cap."""
-        return math.ceil(self.sequence_us(max(self.problem.lengths)) / self.sequence_us(self.token_cap) - 1e-9)
-
     def sequence_us(self, tokens: int) -> float:
         return self.line.time_us(tokens, causal_pairs(0, tokens))
 
@@ -56,14 +51,11 @@ class Slicer(Chunker):
         longest_us = self.longest_us
         if slices is None:
             slices = math.ceil(longest_us * chunks / self.total_us - 1e-9)
-        slices = self._allowed_slices(slices)
-        return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
-
-    def _allowed_slices(self, slices: int) -> int:
         longest = max(self.problem.lengths)
-        if longest > self.token_cap:
-            slices = max(slices, self._num_equal_time_slices)
-        return max(1, min(slices, -(-longest // self.problem.token_multiple)))
+        if longest > self.token_cap:  # all take as long as the first may under the cap
+            slices = max(slices, math.ceil(self.sequence_us(longest) / self.sequence_us(self.token_cap) - 1e-9))
+        slices = max(1, min(slices, -(-longest // self.problem.token_multiple)))
+        return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
 
     def equal_length_table(self, slices: int) -> tuple[Chunk, ...]:
         """The chunk table with so many slices of the longest sequence, whose lengths differ by one padding multiple at most."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 
+from megatron_epp.contrib.papers.rows import with_waiting
 from megatron_epp.plan import Action, Op
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.order import Order, descending, without_weights
@@ -65,9 +66,7 @@ class Spacing:
         for lap, stage in enumerate(reversed(stages)):
             for number, c in enumerate(backwards, late):
                 units[self._start(number, len(stages), self.backward * lap) + first] = Action(Op.B, stage, c)
-        ordered = (units[unit] for unit in sorted(units))
-        rows = ((action, action._replace(op=Op.W)) if action.op is Op.B else (action,) for action in ordered)
-        return tuple(chain.from_iterable(rows))
+        return tuple(with_waiting([units[unit] for unit in sorted(units)], 0))
 
     def _start(self, number: int, laps: int, groups_later: int) -> int:
         """Return the unit of time of a chunk on a lap, counted from the first chunk on the first lap."""

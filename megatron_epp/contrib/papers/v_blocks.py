@@ -10,21 +10,12 @@ too. The first backward of a sequence follows the forwards of all its slices.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.contrib.papers.squeezed import laid_out, squeezed
 from megatron_epp.features.stages.stage_orders import in_blocks
 from megatron_epp.planner.order import Order
-
-
-def v_min(batch: Batch) -> Iterator[Order]:
-    """Yield the orders of V-Min, which keeps a third of the activations of 1F1B."""
-    yield from repeated("V-Min", batch)
-
-
-def v_half(batch: Batch) -> Iterator[Order]:
-    """Yield the orders of V-Half, which keeps half of the activations of 1F1B."""
-    yield from repeated("V-Half", batch)
 
 
 def repeated(name: str, batch: Batch) -> Iterator[Order]:
@@ -38,3 +29,6 @@ def repeated(name: str, batch: Batch) -> Iterator[Order]:
     rows = [in_blocks(name, own, rank, batch.groups, blocks, later) for rank in range(own.num_ranks)]
     yield squeezed(rows)
     yield laid_out(rows)
+
+
+v_min, v_half = partial(repeated, "V-Min"), partial(repeated, "V-Half")

@@ -12,7 +12,7 @@ from megatron_epp.plan.kv_offload import host_memory
 from megatron_epp.plan.operations import Role, Track, of_stages, operation, operations
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulation import Timeline, memory_changes
-from megatron_epp.plan.violation import Violation
+from megatron_epp.plan.violation import Violation, fault
 
 
 def check_memory(timeline: Timeline) -> Iterator[Violation]:
@@ -34,7 +34,7 @@ def check_memory(timeline: Timeline) -> Iterator[Violation]:
 def _above_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
     cap, live = timeline.plan.cap_bytes[rank], timeline.plan.static_bytes[rank]
     if live > cap:
-        yield Violation(rank, None, None, f"static bytes {live} are above the cap of {cap}")
+        yield fault(f"static bytes {live} are above the cap of {cap}", rank)
     elif timeline.peak_bytes[rank] > cap:
         for event in timeline.memory_events(rank):
             live += event.delta_bytes
@@ -53,7 +53,7 @@ def _above_host_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
     for time_us, size in host_memory(timeline, rank) if caps else ():
         if size > caps[rank]:
             reason = f"{size} bytes in host memory at {time_us:.1f} us, {size - caps[rank]} above the cap of {caps[rank]}"
-            yield Violation(rank, None, None, reason)
+            yield fault(reason, rank)
             return
 
 
@@ -107,7 +107,7 @@ def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Viola
     for (site, index, chain), left in live.items():
         if left > 0:
             reason = f"{left} bytes of {site} {index}, chunk {chain} (and later slices of its sequence) are never freed"
-            yield Violation(rank, None, None, reason)
+            yield fault(reason, rank)
 
 
 def _site_names() -> dict[Op, str]:

@@ -10,9 +10,9 @@ import numpy as np
 from megatron_epp.plan.action import Op
 from megatron_epp.plan.columns import Booleans, Floats, PlanColumns, entries, positions
 from megatron_epp.plan.kv_offload import slices_of
-from megatron_epp.plan.plan import AnyStep, Plan, Prediction
+from megatron_epp.plan.plan import Plan, Prediction
 from megatron_epp.plan.simulation import Timeline
-from megatron_epp.plan.violation import Violation
+from megatron_epp.plan.violation import Violation, fault
 
 NOISE = 1e-9
 """Largest relative difference between equal sums of times that are added in another order."""
@@ -29,12 +29,15 @@ def check_tables(plan: Plan, columns: PlanColumns) -> Iterator[Violation]:
         *_choices(plan),
         *_recompute_times(plan, columns),
     ):
-        yield Violation(None, None, None, reason)
+        yield fault(reason)
     is_right = _is_time(columns.time_us) & (columns.alloc_bytes >= 0) & (columns.free_bytes >= 0)
     for number in np.flatnonzero(~is_right).tolist():
         rank, position = columns.where(number)
         step, in_copies = columns.steps[number], number >= columns.num_compute
-        yield Violation(rank, position, step.action, _step_fault(step), in_copies)
+        reason = f"allocates {step.alloc_bytes} and frees {step.free_bytes} bytes; neither is below zero"
+        if not 0.0 <= step.time_us < math.inf:
+            reason = f"takes {step.time_us} us"
+        yield Violation(rank, position, step.action, reason, in_copies)
 
 
 def _is_time(time_us: Floats) -> Booleans:
@@ -50,36 +53,36 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
     held: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
     for c, chunk in enumerate(plan.chunks):
         if not chunk.segments:
-            yield _fault(f"chunk {c} is empty")
+            yield fault(f"chunk {c} is empty")
         slices = []
         for position, (sequence, start, end) in enumerate(chunk.segments):
             if not 0 <= sequence < len(plan.lengths):
-                yield _fault(f"chunk {c} holds sequence {sequence}; there are {len(plan.lengths)}")
+                yield fault(f"chunk {c} holds sequence {sequence}; there are {len(plan.lengths)}")
                 continue
             length = plan.lengths[sequence]
             if not 0 <= start < end <= length:
-                yield _fault(f"chunk {c} holds tokens {start} to {end} of sequence {sequence}, which has {length}")
+                yield fault(f"chunk {c} holds tokens {start} to {end} of sequence {sequence}, which has {length}")
                 continue
             held[sequence].append((start, end, c))
             if start > 0 or end < length:
                 slices.append((position, start > 0, end < length))
             if end < length and end % plan.token_multiple:
-                yield _fault(
+                yield fault(
                     f"chunk {c} ends a slice of sequence {sequence} at token {end}, which is no multiple of "
                     f"{plan.token_multiple} (token_multiple); only the last slice of a sequence may"
                 )
         if slices and slices[0][0] > 0:
-            yield _fault(f"chunk {c} has its slice at position {slices[0][0]}; a slice comes first in its chunk")
+            yield fault(f"chunk {c} has its slice at position {slices[0][0]}; a slice comes first in its chunk")
         elif len(slices) > 1 and slices != [(0, True, False), (len(chunk.segments) - 1, False, True)]:
             reason = "two can run in a chunk if the first segment ends one and the last begins one"
-            yield _fault(f"chunk {c} holds {len(slices)} slices of longer sequences; {reason}")
+            yield fault(f"chunk {c} holds {len(slices)} slices of longer sequences; {reason}")
     for sequence, parts in enumerate(held):
         yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
 
 
 def check_extensions(plan: Plan) -> Iterator[Violation]:
     for extension in plan.extensions:
-        yield from map(_fault, extension.faults(plan.chunks, plan.lengths))
+        yield from map(fault, extension.faults(plan.chunks, plan.lengths))
 
 
 def check_kv_offload(plan: Plan) -> Iterator[Violation]:
@@ -88,13 +91,13 @@ def check_kv_offload(plan: Plan) -> Iterator[Violation]:
     for stage, sequence, *sizes in plan.kv_offload:
         name = f"keys and values of sequence {sequence} in host memory of stage {stage}"
         if not 0 <= stage < plan.num_stages:
-            yield _fault(f"{name}: there are {plan.num_stages} stages")
+            yield fault(f"{name}: there are {plan.num_stages} stages")
         elif sequence not in slices:
-            yield _fault(f"{name}: the sequence is not cut into slices that come first in their chunks")
+            yield fault(f"{name}: the sequence is not cut into slices that come first in their chunks")
         elif (stage, sequence) in seen:
-            yield _fault(f"{name} are there twice")
+            yield fault(f"{name} are there twice")
         elif min(sizes) < 0:
-            yield _fault(f"{name} take {sizes[0]} bytes and their gradient {sizes[1]}; neither is below zero")
+            yield fault(f"{name} take {sizes[0]} bytes and their gradient {sizes[1]}; neither is below zero")
         seen.add((stage, sequence))
 
 
@@ -102,13 +105,13 @@ def _coverage(sequence: int, length: int, parts: Sequence[tuple[int, int, int]])
     done, last = 0, None
     for start, end, c in parts:
         if start > done:
-            yield _fault(f"tokens {done} to {start} of sequence {sequence} are in no chunk")
+            yield fault(f"tokens {done} to {start} of sequence {sequence} are in no chunk")
         elif start < done:
-            yield _fault(f"tokens {start} to {min(done, end)} of sequence {sequence} are in chunk {last} and in chunk {c}")
+            yield fault(f"tokens {start} to {min(done, end)} of sequence {sequence} are in chunk {last} and in chunk {c}")
         if end > done:
             done, last = end, c
     if done < length:
-        yield _fault(f"tokens {done} to {length} of sequence {sequence} are in no chunk")
+        yield fault(f"tokens {done} to {length} of sequence {sequence} are in no chunk")
 
 
 def _shapes(plan: Plan) -> Iterator[str]:
@@ -228,18 +231,6 @@ def _recompute_times(plan: Plan, columns: PlanColumns) -> Iterator[str]:
         yield f"stage {stage} recomputes chunk {c} in {time_us} us, a part of an action that takes {most} us"
 
 
-def _step_fault(step: AnyStep) -> str:
-    if not 0.0 <= step.time_us < math.inf:
-        return f"takes {step.time_us} us"
-    if step.alloc_bytes < 0 or step.free_bytes < 0:
-        return f"allocates {step.alloc_bytes} and frees {step.free_bytes} bytes; neither is below zero"
-    return ""
-
-
-def _fault(reason: str, rank: int | None = None) -> Violation:
-    return Violation(rank, None, None, reason)
-
-
 def check_predicted(timeline: Timeline) -> Iterator[Violation]:
     """Yield violations unless makespan, bubble and peaks equal the simulator's, and the lower bound is at most the makespan.
 
@@ -252,12 +243,12 @@ def check_predicted(timeline: Timeline) -> Iterator[Violation]:
     noise_us = NOISE * makespan_us
     # `not <=` instead of `>`: NaN is a fault too.
     if not abs(predicted.makespan_us - makespan_us) <= noise_us:
-        yield _fault(f"predicted.makespan_us is {predicted.makespan_us}; the simulator finds {makespan_us}")
+        yield fault(f"predicted.makespan_us is {predicted.makespan_us}; the simulator finds {makespan_us}")
     if not 0.0 <= predicted.lower_bound_us <= makespan_us + noise_us:
         reason = f"predicted.lower_bound_us is {predicted.lower_bound_us}; it is within 0 and the makespan of {makespan_us}"
-        yield _fault(reason)
+        yield fault(reason)
     if not abs(predicted.bubble_fraction - bubble) <= NOISE:
-        yield _fault(f"predicted.bubble_fraction is {predicted.bubble_fraction}; the simulator finds {bubble}")
+        yield fault(f"predicted.bubble_fraction is {predicted.bubble_fraction}; the simulator finds {bubble}")
     for rank, (planned, simulated) in enumerate(zip(predicted.peak_bytes, timeline.peak_bytes, strict=True)):
         if planned != simulated:
-            yield _fault(f"predicted.peak_bytes is {planned}; the simulator finds {simulated}", rank)
+            yield fault(f"predicted.peak_bytes is {planned}; the simulator finds {simulated}", rank)

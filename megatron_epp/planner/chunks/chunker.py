@@ -107,7 +107,7 @@ def slowest_line(problem: Problem, costs: Costs) -> tuple[LinearTime, float]:
     tokens, share = sum(problem.lengths), problem.trained_share
     pairs = sum(causal_pairs(0, length) for length in problem.lengths)
     lines = [
-        costs.forward_line(stage, share) + (LinearTime() if problem.forward_only else costs.backward_line(stage, share))
+        costs.line(stage, "forward", share) + (LinearTime() if problem.forward_only else costs.line(stage, "backward", share))
         for stage in range(problem.num_stages)
     ]
     span_us = [0.0] * len(lines)

@@ -19,9 +19,6 @@ from megatron_epp.planner.kernels.compiled import Numbers, integers
 from megatron_epp.planner.order import Order, descending, slice_groups
 from megatron_epp.planner.tables import Tables
 
-Schedule = Callable[[Sequence[Chunk], int, bool], Order]
-"""Function from a chunk table, the number of stages and `forward_only` to an order, for one stage on each rank."""
-
 
 class OrderRule(Protocol):
     """Rule by which the search orders a chunk table. Equal rules are equal and hashable, so each is tried once per table.
@@ -89,16 +86,14 @@ def window_ahead(groups: Sequence[range], minimal: bool) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class OneStagePerRank:
-    """Order rule from a function that knows one stage on each rank, in order."""
-
-    schedule: Schedule
+class _Elastic1F1B:
+    """Order rule of `elastic_1f1b`, for one stage on each rank, in order."""
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        return self.schedule(chunks, problem.num_stages, problem.forward_only)
+        return elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
 
 
-ELASTIC_1F1B = OneStagePerRank(elastic_1f1b)
+ELASTIC_1F1B = _Elastic1F1B()
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,9 @@ class _LatentAttention(torch.autograd.Function):
         kernel = kernels.choose(q, *of_none, preference)  # only shapes, types and device are asked for
         # What the KV cache caches is not saved here again: a slice's own tensors are in its sequence's buffers.
         own = tuple(compact(x if view is None else x[view.num_cached :]) for x in cached)
-        groups = head_groups(expansion, expansion.shape[1] + rotated.shape[2], table.key_starts[-1])
+        heads, head_bytes = len(expansion), (expansion.shape[1] + rotated.shape[2]) * expansion.element_size()
+        count = expanded_at_once(table.key_starts[-1], heads, head_bytes)
+        groups = [slice(start, start + count) for start in range(0, heads, count)]
 
         def attend() -> tuple[Tensor, Saved]:
             seen = own if view is None else kv_cache.append(layer, view, cached)
@@ -98,13 +100,6 @@ class _LatentAttention(torch.autograd.Function):
         add_begun_gradient(context, ctx.layer, grads)
         d_latent, d_rotated = (x.to(q.dtype) for x in grads)
         return dq, d_latent, d_rotated, d_expansion, None, None, None, None
-
-
-def head_groups(expansion: Tensor, channels: int, num_keys: int) -> list[slice]:
-    """Return the groups of heads whose keys and values are made at one time, for so many keys of the chunk's queries."""
-    heads = len(expansion)
-    count = expanded_at_once(num_keys, heads, channels * expansion.element_size())
-    return [slice(start, start + count) for start in range(0, heads, count)]
 
 
 def keys_and_values(cached: Tensors, expansion: Tensor, unrotated: int) -> tuple[Tensor, Tensor]:

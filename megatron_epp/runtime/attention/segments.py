@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, repeat
 from typing import NamedTuple
@@ -75,6 +75,9 @@ class SegmentTable:
     query_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``)
     key_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix
     window: int | None = None  # tokens ahead of a query that it sees besides itself; None for all
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _numbers: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _windows: dict[int, SegmentTable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -128,10 +131,6 @@ class SegmentTable:
         """Use `offsets` of this table (`offsets_of`) that are on a device, or on their way there with what uses them."""
         self._on_device[device] = offsets
 
-    @cached_property
-    def _on_device(self) -> dict[torch.device, Tensor]:
-        return {}
-
     def numbers(self, device: torch.device, first: int = 0) -> Tensor:
         """Number of each token's segment, from that of `first` on: int32 ``[tokens]``, made there once for all layers."""
         if (device, first) not in self._numbers:
@@ -140,10 +139,6 @@ class SegmentTable:
             num_tokens = self.num_tokens - self.query_starts[first]  # known here, so the host does not wait for the device
             self._numbers[device, first] = each.repeat_interleave(sizes, output_size=num_tokens)
         return self._numbers[device, first]
-
-    @cached_property
-    def _numbers(self) -> dict[tuple[torch.device, int], Tensor]:
-        return {}
 
     def within(self, window: int) -> SegmentTable:
         """Return the layout in a layer with a window, where a slice's keys include no more of its prefix than the window."""
@@ -156,10 +151,6 @@ class SegmentTable:
                 own[1, 1:] -= self.key_starts[1] - key_starts[1]
                 self._windows[window].take(device, own)
         return self._windows[window]
-
-    @cached_property
-    def _windows(self) -> dict[int, SegmentTable]:
-        return {}
 
     @staticmethod
     def build(chunk: Chunk, padded_tokens: int) -> SegmentTable:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -166,14 +166,8 @@ class SavedTensors:
 
 def _give_back_leaves() -> None:
     """Make `saved_tensors` of Python's autograd functions return leaves themselves, as without hooks on saved tensors."""
-    function: Any = BackwardCFunction
-    function.saved_tensors = property(_saved_tensors)
-
-
-def _saved_tensors(context: Any) -> tuple[Tensor | None, ...]:
-    attribute: Any = torch._C._FunctionBase.saved_tensors
-    saved: tuple[Tensor | None, ...] = attribute.__get__(context)
-    return tuple(map(_itself, saved))
+    function, saved_tensors = cast(Any, BackwardCFunction), cast(Any, torch._C._FunctionBase.saved_tensors)
+    function.saved_tensors = property(lambda context: tuple(map(_itself, saved_tensors.__get__(context))))
 
 
 def _itself(tensor: Tensor | None) -> Tensor | None:

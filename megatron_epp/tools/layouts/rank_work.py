@@ -107,8 +107,8 @@ def _stages_us(problem: Problem, costs: PipelineCosts) -> list[float]:
     tokens, pairs = sum(problem.lengths), sum(causal_pairs(0, length) for length in problem.lengths)
     times = []
     for stage in range(len(costs.stages)):
-        lines = [costs.forward_line(stage, problem.trained_share)]
-        lines += [] if problem.forward_only else [costs.backward_line(stage, problem.trained_share)]
+        lines = [costs.line(stage, "forward", problem.trained_share)]
+        lines += [] if problem.forward_only else [costs.line(stage, "backward", problem.trained_share)]
         times.append(sum(line.per_token_us * tokens + line.per_pair_us * pairs for line in lines))
     passes = ("forward",) if problem.forward_only else ("forward", "backward")
     times[0] += sum(map(costs.span_us, passes)) * sum(span.work for spans in problem.spans for span in spans)

@@ -88,7 +88,7 @@ def compare(launches: Launches, sizes: Sizes, rows: Mapping[str, Row]) -> dict[s
 
     def losses(name: str, kind: str, ranks: int, settings: Settings) -> list[float] | Exception:
         try:
-            return launches.run(f"{name}, {kind}", settings, sizes.short, ranks).losses
+            return launches.run(f"{name}, {kind}", settings, sizes.short, ranks).run.losses
         except Exception as error:  # the other rows are still of use
             return error
 

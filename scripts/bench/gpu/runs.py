@@ -114,11 +114,9 @@ class Sizes:
 def _gpu_model() -> Settings:
     """Megatron's default layers where Transformer Engine is installed; a small vocabulary, for it is not about logits."""
     model = tiny_gpt(**_LAYER, vocab_size=8191, lr=1e-4, min_lr=1e-5)
-    if find_spec("transformer_engine") is not None:
-        model = {name: value for name, value in model.items() if name not in _PLAIN} | {
-            "transformer_impl": "transformer_engine"
-        }
-    return model
+    if find_spec("transformer_engine") is None:
+        return model
+    return {name: value for name, value in model.items() if name not in _PLAIN} | {"transformer_impl": "transformer_engine"}
 
 
 class OutOfMemory(Exception):
@@ -133,18 +131,9 @@ class Launched:
     folder: Path
 
     @property
-    def losses(self) -> list[float]:
-        return self.run.losses
-
-    @property
     def grad_norms(self) -> list[float]:
         """Values of every iteration, as Megatron logs them."""
         return [float(text) for text in _GRAD_NORM.findall((self.folder / "train.log").read_text(encoding="utf-8"))]
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Without the first two iterations: kernels are chosen, proven and built in them, and memory is met."""
-        return self.run.tokens_per_second
 
     @property
     def device_peak_bytes(self) -> int | None:

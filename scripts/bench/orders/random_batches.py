@@ -16,7 +16,6 @@ from functools import cache
 
 import numpy as np
 
-from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
@@ -24,17 +23,12 @@ from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.planner import Options, Problem, plan
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.orders.orders import LAYERS, ORDERS, TIE, costs_of
-from scripts.bench.planner.suite import least_cap_bytes
+from scripts.bench.planner.suite import DRAWS, least_cap_bytes
 from scripts.tables import table
 
 CONTEXTS = (8192, 16384, 32768, 65536)
 COUNTS = (16, 32, 64, 128)
-LENGTHS = {
-    "wikipedia": sequence_lengths.wikipedia,
-    "code": sequence_lengths.code,
-    "agents": sequence_lengths.agents,
-    "equal": lambda count, seed: np.full(count, 4096),
-}
+LENGTHS = {name: DRAWS[name] for name in ("wikipedia", "code", "agents")} | {"equal": lambda count, seed: np.full(count, 4096)}
 TIGHTEST, WIDEST = 1.02, 3.0
 """Caps as multiples of the least: little above it, and with room for a plan without recompute."""
 

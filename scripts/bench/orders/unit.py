@@ -54,14 +54,13 @@ def unit_costs(num_stages: int, share: float = 1.0, host_us_per_byte: float = ma
     return PipelineCosts("unit", (stage,) * num_stages, hidden_bytes_per_token=0.0, host_us_per_byte=host_us_per_byte)
 
 
-def block_costs(num_layers: int, share: float, attention: float = 0.5, before: float = 0.25) -> PipelineCosts:
+def block_costs(num_layers: int, share: float, attention: float = 0.5) -> PipelineCosts:
     """Return such costs for stages cut inside attention, which runs separately.
 
     Args:
         num_layers: of the pipeline, which has one stage more.
         share: of the unit of time and of the byte that each of F, B and W of a layer takes.
-        attention: share of attention in that.
-        before: share of what precedes attention in the rest.
+        attention: share of attention in that; a quarter of the rest precedes it.
     """
 
     def pass_of(part: float, pairs: float, count: int) -> LinearTime:
@@ -72,7 +71,7 @@ def block_costs(num_layers: int, share: float, attention: float = 0.5, before: f
         return BlockCosts(kind=kind, bytes_per_token=part * share, **times, **more)
 
     received, layer = BlockCosts(kind=INPUT), block(LAYER, 1, 1, kv=NO_KV, input_bytes_per_token=share)
-    attention, mlp = block(ATTENTION, before, 1, kv=NO_KV, input_bytes_per_token=share), block(MLP, 1 - before, 0)
+    attention, mlp = block(ATTENTION, 0.25, 1, kv=NO_KV, input_bytes_per_token=share), block(MLP, 0.75, 0)
     none = replace(layer, count=0)
     first, inner, last = map(StageCosts, ((received, none, attention), (received, layer), (received, mlp, none)))
     stages = (first, *(inner,) * (num_layers - 1), last)

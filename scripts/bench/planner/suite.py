@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -174,10 +173,6 @@ class Case:
         return best, (time.process_time() - start_s) * 1e3
 
 
-def all_cases() -> list[Case]:
-    return [Case(*values) for values in product(("wikipedia", "code", "agents"), CONTEXTS, STAGES, MODELS, CAPS_GB)]
-
-
 def sampled_cases() -> list[Case]:
     """Two thirds of all kinds of lengths, contexts and numbers of stages; models and caps take turns. And two extremes."""
     cases = [
@@ -198,10 +193,7 @@ def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
     """All figures of one case."""
     columns = facts(case)
     ours, columns["planning_ms"] = case.plan(OURS)
-    if ours is None:
-        columns["refused"] = True
-    else:
-        columns |= figures(ours)
+    columns |= {"refused": True} if ours is None else figures(ours)
     columns["rivals"] = {}
     for name in planners:
         theirs, planning_ms = case.plan(name)

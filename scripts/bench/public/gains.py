@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product, zip_longest
 
@@ -163,7 +164,9 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
         gain = gain_of((*steps, choices.by_chunk(best)), whole_us, judged.parts.step_us)
     times = [_time_of_stock(recipe, recipe.config, best)] if best else []
     times.append(repacked)  # it has run, whatever its memory by formula
-    advice = _advice(asked) if advises else None
+    advice: Advice | None = None
+    with suppress(NothingFitsError):
+        advice = advise(asked) if advises else None
     plain = None if advice is None else advice.plain
     anywhere = [] if advice is None else [min(times, key=lambda time: time.seconds)]
     anywhere += [] if plain is None else [_time_of_stock(recipe, plain.config, plain.stock)]
@@ -195,7 +198,8 @@ def as_shipped(recipe: Recipe, rule: Rule, budget: int) -> Time:
     shares = balanced(asked.lengths, config.data)
     replicas = [rule(share, most) for share in shares]
     groups = [together([replicas[number] for number in group]) for group in config.lockstep_groups]
-    planned = _in_its_schedule(recipe, asked, max(groups, key=_work), most)
+    busiest = max(groups, key=lambda rows: sum(work(length) for row in rows for length in row))
+    planned = _in_its_schedule(recipe, asked, busiest, most)
     seconds = recipe.steps * (planned.predicted.makespan_us + asked.reduction_us(config)) / MICROSECONDS
     return Time(seconds=seconds, peak_bytes=max(planned.predicted.peak_bytes), sizes=sizes_of(config))
 
@@ -212,10 +216,6 @@ def best_packed(recipe: Recipe, shipped: Time, cap_bytes: int) -> Time:
     return min(times, key=lambda time: time.seconds)
 
 
-def _work(rows: Rows) -> int:
-    return sum(work(length) for row in rows for length in row)
-
-
 def together(replicas: Sequence[Rows]) -> Rows:
     """Return the longest of the microbatches that replicas which share experts run at the same time: all wait for it."""
     return [max(rows, key=lambda row: sum(map(work, row))) for rows in zip_longest(*replicas, fillvalue=[0])]
@@ -229,13 +229,6 @@ def _in_its_schedule(recipe: Recipe, asked: Question, rows: Rows, budget: int) -
         return plan_as_given(tuple(map(tuple, rows)), asked.problem(config, ()), asked.costs(config), options).plan
     problem = asked.problem(config, tuple(length for row in rows for length in row))
     return plan(problem, asked.costs(config), replace(options, planner=PLANNER))
-
-
-def _advice(asked: Question) -> Advice | None:
-    try:
-        return advise(asked)
-    except NothingFitsError:
-        return None
 
 
 def _time_of_stock(recipe: Recipe, config: Configuration, stock: Stock) -> Time:
@@ -284,27 +277,22 @@ def rows_of(compared_recipes: Sequence[Compared]) -> Iterator[str]:
         words += [f"{recipe.sequences:,} sequences, {item.tokens:,} tokens", recipe.lengths.remark]
         words += [recipe.measured] * bool(recipe.measured)
         words += [f"peaks {peaks} of {item.cap_bytes / 2**30:.0f} GiB"]
-        words += [f"by cause {_factors(factors)}" for factors in (item.causes, item.causes_advised) if factors]
+        for factors in filter(None, (item.causes, item.causes_advised)):
+            shown = ("-" if factor is None or math.isinf(factor) else f"{factor:.2f}" for factor in factors)
+            words.append(f"by cause {' '.join(shown)}")
         words += [f"not in plans: {recipe.lost}"] * bool(recipe.lost)
         words += [f"advise searches with {' '.join(f'{name} {size}' for name, size in recipe.fixed)}"] * bool(recipe.fixed)
         yield f"{recipe.name}: {'; '.join(words)}"
     yield f"causes: {', '.join(CAUSES)}"
 
 
-def _factors(factors: Sequence[float]) -> str:
-    return " ".join("-" if factor is None or math.isinf(factor) else f"{factor:.2f}" for factor in factors)
-
-
 def row(args: Namespace, recipe: Recipe) -> Figures:
     item = compared(recipe, advises=not args.no_advice)
     times = {name: (time := getattr(item, name)) and asdict(time) for name in TIMES}
     figures = {"tokens": item.tokens, "cap_bytes": item.cap_bytes, "times_same": item.times_same}
-    figures |= {name: [*map(_finite, getattr(item, name))] for name in ("causes", "causes_advised")}
+    for name in ("causes", "causes_advised"):
+        figures[name] = [factor if math.isfinite(factor) else None for factor in getattr(item, name)]
     return figures | times | {"times_advised": item.times_advised}
-
-
-def _finite(factor: float) -> float | None:
-    return factor if math.isfinite(factor) else None
 
 
 def text(args: Namespace, rows: Sequence[Figures]) -> str:

@@ -101,21 +101,16 @@ _GPT13: dict[str, Any] = {
     "cluster": "a100x8",
 }
 ROWS = (
-    Row(
-        **_405B,
-        number="1",
-        config=Configuration(8, 1, 16, 64, virtual=8, layers=TRUNK_405B),
-        tokens=8192,
-        sequences=2048,
-        measured_s=12.0,
-    ),
-    Row(
-        **_405B,
-        number="2",
-        config=Configuration(8, 1, 16, 128, virtual=8, layers=TRUNK_405B),
-        tokens=8192,
-        sequences=2048,
-        measured_s=6.46,
+    *(
+        Row(
+            **_405B,
+            number=number,
+            config=Configuration(8, 1, 16, data, virtual=8, layers=TRUNK_405B),
+            tokens=8192,
+            sequences=2048,
+            measured_s=measured_s,
+        )
+        for number, data, measured_s in (("1", 64, 12.0), ("2", 128, 6.46))
     ),
     Row(
         **_405B,

@@ -57,19 +57,15 @@ class Kernel:
     # the prefixes too
     backward: Backward
     obstacle: Callable[[AttentionCase], str | None]  # returns why it cannot be used for a case here, or None
-    # selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs
-    of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (log_sums_of(saved[0], own),)
+    # selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs: by default of a
+    # log-sum-exp ``[heads, tokens]``, or of older FlashAttentions ``[sequences, heads, longest]``
+    of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (saved[0][..., own, :].contiguous(),)
     # Returns a view of the log-sum-exp among them, ``[query_heads, tokens]``
     log_sums: Callable[[Saved], Tensor] = lambda saved: saved[0]
     # Its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for backwards, in
     # every thread and for every number of heads
     builds_plans: bool = False
     rates: str = ""  # name of its published rates, of `plan.flags.KERNELS`; empty for none
-
-
-def log_sums_of(log_sums: Tensor, own: slice) -> Tensor:
-    """Select heads of a log-sum-exp ``[heads, tokens]``, or of older FlashAttentions ``[sequences, heads, longest]``."""
-    return log_sums[own] if log_sums.dim() == 2 else log_sums[:, own].contiguous()
 
 
 def add_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
