@@ -70,15 +70,10 @@ class OutOfMemoryReport:
         if isinstance(error, HostMemoryError):
             remedies = error.remedies if self.makes_chunks else error.without_remedies("chunk_tokens").remedies
             changes += [f"{remedy.verb} {remedy.object(self.names)}" for remedy in remedies]
-<<<<<<< HEAD
-        if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
-            changes.append(f"{allocator_setting({}, torch.__version__)[0]}={EXPANDABLE}")
-=======
         reserved = None if usage is None else usage.reserved_bytes
         has_gaps = usage and reserved is not None and reserved - usage.allocated_bytes > _GAPS * reserved
         if has_gaps and not segments_expand(os.environ, torch.__version__):
-            changes.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
->>>>>>> cut4
+            changes.append(f"{allocator_setting({}, torch.__version__)[0]}={EXPANDABLE}")
         if self.recompute_is_fixed:
             changes.append(self._setting("recompute", "auto"))
         if lower is not None:

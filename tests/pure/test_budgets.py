@@ -18,31 +18,6 @@ PROGRAMS = {
             "mcore.iteration.document_schedule",
             "mcore.training.checkpoints",
         ),
-<<<<<<< HEAD
-<<<<<<< HEAD
-        20_992,
-    ),
-    "iteration": (("mcore.iteration.document_schedule",), 14_476),
-    "planner": (("planner.search", "planner.service.answers"), 12_290),
-    "command line": (("tools.cli.main",), 4_075),
-}
-"""Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-<<<<<<< HEAD
-FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_860, "scripts": 9_900}
-=======
-FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_117, "tests": 53_865, "scripts": 9_900}
->>>>>>> cut2
-=======
-        21_110,
-    ),
-    "iteration": (("mcore.iteration.document_schedule",), 14_470),
-    "planner": (("planner.search", "planner.service.answers"), 12_040),
-    "command line": (("tools.cli.main",), 4_090),
-}
-"""Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_870, "scripts": 9_900}
->>>>>>> cut3
-=======
         21_100,
     ),
     "iteration": (("mcore.iteration.document_schedule",), 14_470),
@@ -51,7 +26,6 @@ FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_120, "tests": 53_87
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
 FOLDERS = {"megatron_epp": 61_150, "megatron_epp/contrib": 6_080, "tests": 53_870, "scripts": 9_820}
->>>>>>> cut4
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

@@ -103,14 +103,8 @@ def _planned(timeline: Timeline, graph: Graph) -> PageColumns:
 def _measured(plan: Plan, measured: Measured, graph: Graph) -> PageColumns:
     """Columns of a run, with the planned box of each of its boxes (`planned`; -1 for a message)."""
     boxes = measured_boxes(plan, measured)
-<<<<<<< HEAD
     boxes.sort(key=lambda box: (_STREAMS.index(box.stream), box.rank, box.start_us))
-    numbers = [-1 if (number := graph.number(box.action)) is None else number for box in boxes]
-=======
-    order = {stream: number for number, stream in enumerate(_STREAMS)}
-    boxes.sort(key=lambda box: (order[box.stream], box.rank, box.start_us))
     numbers = [-1 if (number := graph.listed.number(box.action)) is None else number for box in boxes]
->>>>>>> cut4
     starts, ends = [ABSENT_US] * len(graph.steps), [ABSENT_US] * len(graph.steps)
     box_of = {number: i for i, number in enumerate(numbers) if number >= 0}
     for number, i in box_of.items():

@@ -90,7 +90,7 @@ def of_batches(executor, batches):
                     ActivationOffload(host, others, cached) as saved,
                     offload_handlers(plan, self.rank, self.stages, host, saved) as handlers,
                 ):
-                    executor(plan, self.rank, self.stages, self.links, handlers=handlers, program=prepared.program).run()
+                    executor(plan, self.rank, self.stages, prepared.program, self.links, handlers=handlers).run()
                 caches = [stage.kv_cache.offloaded for stage in self.stages.values() if stage.kv_cache.offloaded is not None]
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(

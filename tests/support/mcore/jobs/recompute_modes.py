@@ -84,13 +84,15 @@ def by_levels(executor):
     from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
+    from megatron_epp.runtime.lowered import prepare
 
     calls = counted_calls()
 
     class ByLevels(executor):
-        def __init__(self, plan, rank, stages, links, recorder, watchdog, **named):
-            super().__init__(plan, rank, stages, links, recorder, watchdog, **named)
-            self.again = lambda variant, handlers: executor(variant, rank, stages, links, recorder, watchdog, handlers=handlers)
+        def __init__(self, plan, rank, stages, program, links, recorder, watchdog, **named):
+            super().__init__(plan, rank, stages, program, links, recorder, watchdog, **named)
+            rest = links, recorder, watchdog
+            self.again = lambda variant, own: executor(variant, rank, stages, prepare(variant, rank), *rest, handlers=own)
 
         def gradients_of(self, variant, states):
             """Gradients, what routers count, calls of attention's kernel, most bytes that autograd held, and that were away."""
