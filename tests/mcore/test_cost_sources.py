@@ -17,6 +17,8 @@ from megatron_epp.cost.blocks import HEAD
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime
+from megatron_epp.features.offload import rank_offload
+from megatron_epp.features.offload.rank_offload import RankOffload
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs import sources as costs_of_runs
 from megatron_epp.mcore.costs import stored as stored_costs
@@ -125,11 +127,12 @@ def test_an_older_file_is_planned_with_the_heads_and_the_sums_of_the_run(
 @pytest.mark.parametrize(
     ("costs", "link"), [("analytic", (HERE.host_latency_us, HERE.host_us_per_byte)), ("learn", (7.0, 0.5))]
 )
-def test_the_link_to_the_host_is_measured_where_costs_are_learnt(one_rank, monkeypatch, costs, link):
-    monkeypatch.setattr(costs_of_runs, "measure_offloadable_share", lambda stage: 0.75)
-    monkeypatch.setattr(costs_of_runs, "measure_host_link", lambda device: (7.0, 0.5))
-    flags = {"epp_costs": costs, "epp_offload": "on", "epp_warm_up": "off", "epp_fragmentation_share": None}
-    found = one_rank(Namespace(**flags, data_parallel_size=1, optimizer=0))
+def test_the_link_to_the_host_is_measured_where_costs_are_learnt(monkeypatch, costs, link):
+    monkeypatch.setattr(rank_offload, "measure_offloadable_share", lambda stage: 0.75)
+    monkeypatch.setattr(rank_offload, "measure_host_link", lambda device: (7.0, 0.5))
+    monkeypatch.setattr(rank_offload, "gathered", lambda mine, links, choose=None: [mine])
+    of_run = {"makes_chunks": True, "stages": {0: None}, "links": None, "device": None, "note": lambda step: None}
+    found = RankOffload(Namespace(**of_run, args=Namespace(epp_costs=costs))).measured(HERE)
     assert (found.host_latency_us, found.host_us_per_byte) == link
     assert found.offloadable_share == 0.75
 
