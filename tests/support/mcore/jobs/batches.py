@@ -54,9 +54,11 @@ def of_batches(executor, batches):
     from megatron_epp.features.offload.activations import ActivationOffload
     from megatron_epp.features.offload.copy_handlers import offload_handlers
     from megatron_epp.features.offload.rank_offload import RankOffload
+    from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
     from megatron_epp.mcore.costs.sources import pipeline_costs
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.plan.lowering import lower
+    from megatron_epp.runtime.executor import HANDLERS
 
     class RandomText:
         def __init__(self, lengths):
@@ -86,11 +88,12 @@ def of_batches(executor, batches):
                 cached = lambda: sum(stage.kv_cache.num_bytes for stage in self.stages.values())  # noqa: E731
                 for stage in self.stages.values():
                     stage.begin(prepared.inputs.chunk)
+                own = {**HANDLERS, **(weight_handlers(plan, self.stages) if run.options.split_weight else {})}
                 with (
                     ActivationOffload(host, others, cached) as saved,
-                    offload_handlers(plan, self.rank, self.stages, host, saved) as handlers,
+                    offload_handlers(plan, self.rank, self.stages, host, saved, own) as handlers,
                 ):
-                    executor(plan, self.rank, self.stages, prepared.program, self.links, handlers=handlers).run()
+                    executor(plan, self.rank, self.stages, prepared.program, self.links, handlers={**own, **handlers}).run()
                 caches = [stage.kv_cache.offloaded for stage in self.stages.values() if stage.kv_cache.offloaded is not None]
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(

@@ -81,9 +81,11 @@ def by_levels(executor):
     from megatron_epp.features.offload.activations import ActivationOffload
     from megatron_epp.features.offload.copy_handlers import offload_handlers
     from megatron_epp.features.offload.host import HostMemory
+    from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
     from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
+    from megatron_epp.runtime.executor import HANDLERS
     from megatron_epp.runtime.lowered import prepare
 
     calls = counted_calls()
@@ -108,11 +110,13 @@ def by_levels(executor):
             calls.clear()
             host, relays = HostMemory(torch.device("cpu"), 1 << 30), [stage.kv_cache for stage in self.stages.values()]
             others = [self._upload.buffer, *(p for stage in self.stages.values() for p in stage.parameters)]
+            splits = sliced_run.current().options.split_weight
+            own = {**HANDLERS, **(weight_handlers(variant, self.stages) if splits else {})}
             with (
                 ActivationOffload(host, others, lambda: sum(kv_cache.num_bytes for kv_cache in relays)) as saved,
-                offload_handlers(variant, self.rank, self.stages, host, saved) as handlers,
+                offload_handlers(variant, self.rank, self.stages, host, saved, own) as handlers,
             ):
-                self.again(variant, handlers).run()
+                self.again(variant, {**own, **handlers}).run()
             assert saved.live_bytes == host.held_bytes == 0
             gradients = {name: p.main_grad.clone() for model in models for name, p in model.named_parameters()}
             counted = {name: one.clone() for name, one in (counts | logged_router_losses()).items()}
