@@ -16,6 +16,7 @@ from megatron_epp.mcore.training import layout_search
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.serialize import load
+from megatron_epp.port.run_facts import LayoutAnswer
 from megatron_epp.tools.formulas import of_run as formulas
 from tests.mcore.test_refusals import arguments as of_run
 from tests.mcore.test_resume import losses
@@ -85,7 +86,7 @@ def test_logits_are_there_at_once_where_that_is_faster_and_memory_is_left_and_so
     monkeypatch.setattr(layout_search, "ask", ask_here)
     model = "--seq-length 8192 --hidden-size 1024 --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 4"
 
-    def of(*flags: str) -> tuple[argparse.Namespace, layout_search.LayoutAnswer]:
+    def of(*flags: str) -> tuple[argparse.Namespace, LayoutAnswer]:
         args = of_run(*model.split(), "--epp-layout", "auto", *flags, processes=2)
         prepare_epp_args(args)
         args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None

@@ -263,7 +263,7 @@ def test_times_are_of_the_attention_kernel_that_the_run_takes(monkeypatch, chose
     args = arguments_of("--attention-backend", "flash")
     facts = run_facts(args, ask_here)
     shape = formulas.model_shape(facts)
-    assert formulas._rates(facts).attention_kernel == name
+    assert facts.kernel == name
     ((case, preference),) = asked
     assert preference == "flash"
     assert (case.channels, case.query_heads, case.kv_heads) == (shape.head_width, shape.num_attention_heads, 4)

@@ -124,7 +124,7 @@ def settled(recipe: Recipe, asked: Question) -> Judged | None:
     stages, num_layers = config.stages, int(flags["num_layers"])
     sample = replace(_sample(recipe, asked, config), placements=(stages.placement,))
     layouts = [replace(stages, shards_vocabulary=shards) for shards in sample.vocabulary]
-    if num_layers % config.num_stages == 0:  # else a flag of the recipe says the layers, which stay
+    if num_layers % (config.pipeline * config.virtual) == 0:  # else a flag of the recipe says the layers, which stay
         layouts = []
         if config.virtual == 1:
             open_too = (each for each in placements_of(config.pipeline) if each.num_stages <= num_layers)
