@@ -206,7 +206,7 @@ def test_a_runtime_without_its_handler_refuses_the_plan(plan):
     from megatron_epp.runtime.executor import RunError
     from megatron_epp.runtime.lowered import executor_of
 
-    with pytest.raises(RunError, match="this run has no handler for the plan's K, SPREAD_K, SUM_K actions"):
+    with pytest.raises(RunError, match="this runtime has no handler for the plan's K, SPREAD_K, SUM_K actions"):
         executor_of(plan, 0, {0: None}, links=object())
 
 

@@ -1,6 +1,6 @@
 """A loss of a batch and its gradient do not depend on how the batch is cut, packed, ordered or divided over replicas."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -205,7 +205,7 @@ def run_chunks(loss, chunks, samples, of_segment, dtype, multiple=1):
         context = ChunkContext(number, table, SlicedKVCache(), view, loss_group=together.get(number, ()))
         arrays, all_tokens = batch.chunk_of(segments, multiple, of_loss=scoped.asks), (slice(0, padded),)
         inputs = arrays.of_loss.of_trained([all_tokens], all_tokens)
-        inputs = replace(inputs, weights=inputs.weights.to(dtype), columns=inputs.columns.to(dtype))
+        inputs = inputs._replace(weights=inputs.weights.to(dtype), columns=inputs.columns.to(dtype))
         candidates, rows, at = scoped.candidates(inputs, padded), [], 0
         for one in segments:
             here = slice(at, at := at + one.end - one.start)
