@@ -12,11 +12,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import global_vars
 
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.model.adopt import relayed
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.patches import install
+from megatron_epp.mcore.start import sliced_start
 from megatron_epp.plan import EppError
 
 
@@ -45,7 +45,7 @@ def test_compiled_functions_are_warmed_up_on_a_chunk_and_not_on_the_context(monk
     sizes = {"seq_length": 1 << 20, "context_parallel_size": 2, "tensor_model_parallel_size": 1}
     args, seen, prepared = argparse.Namespace(epp=epp, **sizes), [], []
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
-    monkeypatch.setattr(sliced_run, "prepare", prepared.append)
+    monkeypatch.setattr(sliced_start, "prepare", prepared.append)
     install._warm_up_on_a_chunk(lambda tp_size=None: seen.append(args.seq_length), tp_size=1)
     assert seen == [expected]
     assert prepared == ([args] if epp else [])

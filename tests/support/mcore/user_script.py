@@ -51,6 +51,7 @@ def get_batch(data_iterator):
 
 
 def loss_func(mask, losses):
+    """The sum of the losses of unmasked tokens."""
     total, tokens = torch.sum(losses.view(-1) * mask.view(-1)), mask.sum()
     return total, tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), tokens])}
 
