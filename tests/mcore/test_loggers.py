@@ -177,6 +177,7 @@ def test_ranks_that_wait_while_costs_are_settled_say_so_and_end():
     with pytest.raises(EppError, match="ended"):
         settle(ours, hang)
     assert reports == ["rank 3 has been measuring bytes for 0.8 s, 0.1 s for each of 8 steps (wait_limit_seconds)"]
+    assert ours.step is None
 
 
 @pytest.mark.parametrize(("longest", "warns"), [(100, False), (900, True)])

@@ -71,14 +71,17 @@ def settle(run: Run, prior: Callable[[Callable[[Step], None]], PipelineCosts]) -
         return f"rank {run.rank} has been {run.step} for {limit}"
 
     with run.watchdog.watch(text, lambda: run.step, _STEPS * limit_s):
-        costs = prior(run.note)
-        run.note("looking for learnt costs")
-        for feature in run.features:
-            costs = feature.costs(costs)
-        run.costs = costs
-        run.note("exchanging memory caps")
-        run.options = options_from(run.args, training=True, offload=offloads(run.args))
-        multiple = (token_multiple if run.makes_chunks else token_shards)(run.args)
-        run.problem = Problem((), run.placement.rank_of, agreed_caps(run.args, run.links.position), multiple)
-        for feature in run.features:
-            feature.settled(costs)
+        try:
+            costs = prior(run.note)
+            run.note("looking for learnt costs")
+            for feature in run.features:
+                costs = feature.costs(costs)
+            run.costs = costs
+            run.note("exchanging memory caps")
+            run.options = options_from(run.args, training=True, offload=offloads(run.args))
+            multiple = (token_multiple if run.makes_chunks else token_shards)(run.args)
+            run.problem = Problem((), run.placement.rank_of, agreed_caps(run.args, run.links.position), multiple)
+            for feature in run.features:
+                feature.settled(costs)
+        finally:
+            run.step = None  # where the watch ends

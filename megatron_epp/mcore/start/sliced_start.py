@@ -128,5 +128,4 @@ def _prior(run: SlicedRun, note: Callable[[Step], None]) -> PipelineCosts:
     with ExitStack() as measuring:
         for feature in run.features:
             measuring.enter_context(feature.measuring())
-        own = run.args, run.stages, run.links, run.placement.num_stages, run.ask
-        return pipeline_costs(*own, run.measured, note)
+        return pipeline_costs(run.args, run.stages, run.links, run.placement.num_stages, run.ask, run.measured, note)
