@@ -15,14 +15,7 @@ import numpy as np
 
 from megatron_epp.cost.blocks import CODEC, HEAD, PREDICTION, BlockCosts, StageCosts, check_stage
 from megatron_epp.cost.kv_costs import KVOffloadCosts, kv_offload_costs
-from megatron_epp.cost.memory import (
-    CACHE_GRADIENT,
-    INPUTS,
-    LAYERS,
-    LOSS_BLOCK,
-    RECOMPUTE_MODE_ITEMS,
-    WORKING,
-)
+from megatron_epp.cost.memory import CACHE_GRADIENT, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
 from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, LinearTime, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute

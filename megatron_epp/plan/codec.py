@@ -16,17 +16,7 @@ from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import (
-    MOST_NUMBER,
-    MOST_WHOLE,
-    brief,
-    nearest,
-    number,
-    of_type,
-    parse_json,
-    printable,
-    whole,
-)
+from megatron_epp.plan.reading import MOST_NUMBER, MOST_WHOLE, brief, nearest, number, of_type, parse_json, printable, whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.codes import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT
-from megatron_epp.planner.kernels.compiled import (
-    FloatList,
-    IntegerList,
-    compiled,
-    float_zeros,
-    floats,
-    integer_zeros,
-    integers,
-)
+from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, compiled, float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.kernels.live_bytes import leaves_bytes, step_bytes
 from megatron_epp.planner.kernels.pass_table import PassTable
 from megatron_epp.planner.kernels.timing import STUCK, arrived_us, durations

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from megatron.core import mpu
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_epp.data.batch import (
-    OF_TOKENS,
-    AheadArrays,
-    ChunkArrays,
-    GlobalBatch,
-    InputColumns,
-    LossColumns,
-)
+from megatron_epp.data.batch import OF_TOKENS, AheadArrays, ChunkArrays, GlobalBatch, InputColumns, LossColumns
 from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import Action
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
@@ -107,15 +100,13 @@ class RankInputs:
         """
         positions = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), *map(offsets_of, tables)]
         reads = self.reads_positions or self.rows_of is not None or replays
-        columns, shape = tree_flatten([self._part(each) for each in arrays] if reads else [])
-        at = [number for number, column in enumerate(columns) if isinstance(column, Tensor)]
-        upload = self.uploader.begin([*positions, *(columns[number] for number in at)])
+        read = [self._part(each) for each in arrays] if reads else []
+        upload = self.uploader.begin([*positions, *_tensors_in(tuple(read))])
         ends, *received = upload.tensors
         for table, offsets in zip(tables, received, strict=False):
             table.take(self.uploader.device, offsets)
-        for number, column in zip(at, received[len(tables) :], strict=True):
-            columns[number] = column
-        return BatchInputs(upload, tuple(map(self._with_layers, tree_unflatten(columns, shape))), ends)
+        rest = iter(received[len(tables) :])
+        return BatchInputs(upload, tuple(self._with_layers(_replaced(part, rest)) for part in read), ends)
 
     def _part(self, arrays: ChunkArrays) -> ChunkInputs:
         """Return what the rank's stages read of a chunk, on the CPU, with all layers' routes in one tensor."""
@@ -141,6 +132,21 @@ class RankInputs:
         if self.of_inputs.routing is None or not isinstance(inputs.routes, Tensor):
             return inputs
         return inputs._replace(routes=dict(zip(self.of_inputs.routing.layers, inputs.routes, strict=True)))
+
+
+def _tensors_in(columns: Any) -> Iterator[Tensor]:
+    if isinstance(columns, Tensor):
+        yield columns
+    for each in columns if isinstance(columns, tuple) else ():
+        yield from _tensors_in(each)
+
+
+def _replaced(columns: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return columns with other tensors in the order of `_tensors_in`. torch's own functions leave cycles of references."""
+    if isinstance(columns, tuple):
+        parts = [_replaced(each, tensors) for each in columns]
+        return type(columns)(*parts) if hasattr(columns, "_fields") else tuple(parts)
+    return next(tensors) if isinstance(columns, Tensor) else columns
 
 
 def _row(position_ids: Tensor) -> Tensor:

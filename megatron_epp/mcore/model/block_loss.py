@@ -17,10 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import mpu
 from megatron.core.tensor_parallel.layers import prepare_input_tensors_for_wgrad_compute
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 

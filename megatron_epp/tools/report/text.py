@@ -16,14 +16,7 @@ from megatron_epp.plan.kv_offload import host_peak_bytes
 from megatron_epp.plan.measured import COMPUTE, Measured, measured_boxes, planned_boxes
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.plan import Plan, is_unlimited
-from megatron_epp.plan.plan_figures import (
-    bubble_fraction,
-    busy_us,
-    copies_us,
-    is_calibrated,
-    kv_offload_bytes,
-    recompute_share,
-)
+from megatron_epp.plan.plan_figures import bubble_fraction, busy_us, copies_us, is_calibrated, kv_offload_bytes, recompute_share
 from megatron_epp.plan.reading import printable
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.simulation import simulate
