@@ -1,11 +1,7 @@
 """A schedule of one's own: GPipe over slices. All forwards run, then all backwards."""
 
-from megatron_epp.cost.model import Costs
-from megatron_epp.plan import Action, Chunk, Op, Segment
-from megatron_epp.plan.grid import to_grid
-from megatron_epp.plan.proof import check
-from megatron_epp.plan.serialize import save
-from megatron_epp.plan.simulation import simulate
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Action, Chunk, Op, Segment, check, save, simulate, to_grid
 from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Decisions, Options, Problem, plan
 from megatron_epp.tools.formulas import H100, analytic_costs
 from megatron_epp.tools.formulas.library import load_flags, shape_of

@@ -3,10 +3,8 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from megatron_epp.cost.model import Costs
-from megatron_epp.plan import Action, Op
-from megatron_epp.plan.grid import to_grid
-from megatron_epp.plan.proof import check
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Action, Op, check, to_grid
 from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, chunks_of, elastic_1f1b, plan
 from megatron_epp.planner.fitted import fitted
 from megatron_epp.tools.formulas import H100, analytic_costs
