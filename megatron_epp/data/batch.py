@@ -196,7 +196,7 @@ class GlobalBatch:
     planning_us: float = field(default=0.0, compare=False)  # time of planning, on the planning rank
     peak_items: dict[str, int] | None = field(default=None, compare=False)  # see `PackedPlan`
     plan_digest: str = field(default="", compare=False)
-    actions: tuple[Action, ...] = field(default=(), repr=False, compare=False)  # this rank's of the plan, lowered
+    actions: tuple[Action, ...] | None = field(default=None, repr=False, compare=False)  # this rank's of the plan, lowered
     # What the plan's source has made of the batch for this rank, ahead of the iteration
     prepared: Any = field(default=None, repr=False, compare=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -113,8 +114,10 @@ class PlannedBatches(Iterator[GlobalBatch]):
     def restored(self, batch: GlobalBatch) -> GlobalBatch:
         """Return a batch that an earlier process has pickled, prepared for this rank. Raises what preparing raises."""
         assert self._source is not None
+        if (actions := batch.actions) is None:
+            raise EppError("the batch to run again is of an earlier version: resume with the version that saved the checkpoint")
         batch = replace(batch, dataset=self._dataset)
-        return replace(batch, prepared=self._source.prepare(batch, batch.actions))
+        return replace(batch, prepared=self._source.prepare(batch, actions))
 
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""
@@ -219,8 +222,8 @@ def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSo
             f"{_first_few(batch.lengths)}. All ranks need the same data files, seed, sequence length and batch size"
         )
     batch = replace(batch, plan=plan, plan_digest=own.plan_digest, planning_us=own.planning_us, peak_items=own.peak_items)
-    batch = replace(batch, actions=own.actions(source.rank))
-    return replace(batch, prepared=source.prepare(batch, batch.actions)), own.division
+    batch = replace(batch, actions=(actions := own.actions(source.rank)))
+    return replace(batch, prepared=source.prepare(batch, actions)), own.division
 
 
 def _first_few(lengths: tuple[int, ...]) -> str:
@@ -272,5 +275,6 @@ def _fill[T](items: Iterator[T], ready: queue.Queue[tuple[T] | BaseException], s
 def _release[T](ready: queue.Queue[tuple[T] | BaseException], stop: threading.Event) -> None:
     """Stop the thread: after `stop` it puts at most one item, for which emptying the queue makes room."""
     stop.set()
-    while not ready.empty():
-        ready.get_nowait()
+    with suppress(queue.Empty):  # of another thread that takes an item meanwhile
+        while True:
+            ready.get_nowait()

@@ -1,7 +1,9 @@
 """Batches planned in the background: order, errors, shutdown."""
 
 import gc
+import pickle
 import threading
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -193,8 +195,12 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division_and_where_planni
 
 def test_batches_carry_what_was_prepared_of_them_and_of_their_lowered_actions():
     source = PlanSource(whole_sequences, prepare=lambda batch, actions: (batch.chunk(0).tokens.tolist(), actions))
-    for batch in PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,)], source):
+    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,)], source)
+    for batch in iterator:
         assert batch.prepared == (batch.chunk(0).tokens.tolist(), lower(batch.plan)[0])
+        assert iterator.restored(pickle.loads(pickle.dumps(batch))).prepared == batch.prepared  # as from a checkpoint
+    with pytest.raises(EppError, match="of an earlier version"):
+        iterator.restored(replace(batch, actions=None))
 
 
 def test_the_next_batch_is_prepared_while_one_runs():

@@ -149,10 +149,7 @@ def test_megatrons_loss_gets_shards_of_logits_and_a_loss_of_ones_own_what_it_was
 
 @pytest.mark.parametrize(
     ("model", "what"),
-    [
-        (OwnForward(**GATHERS), "OwnForward has its own forward"),
-        (MegatronsLoss(OtherOutput, **GATHERS), "a OtherOutput"),
-    ],
+    [(OwnForward(**GATHERS), "OwnForward has its own forward"), (MegatronsLoss(OtherOutput, **GATHERS), "a OtherOutput")],
 )
 def test_whole_logits_of_unknown_origin_are_refused_where_megatrons_loss_takes_a_shard(model, what):
     says = rf"gathers its logits \(parallel_output=False; {what}\), and Megatron's loss .* a shard of 2 tensor-parallel ranks"

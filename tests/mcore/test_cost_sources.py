@@ -18,6 +18,7 @@ from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.features.offload import rank_offload
+from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.features.offload.rank_offload import RankOffload
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs import sources as costs_of_runs
@@ -135,6 +136,14 @@ def test_the_link_to_the_host_is_measured_where_costs_are_learnt(monkeypatch, co
     found = RankOffload(Namespace(**of_run, args=Namespace(epp_costs=costs))).measured(HERE)
     assert (found.host_latency_us, found.host_us_per_byte) == link
     assert found.offloadable_share == 0.75
+
+
+def test_an_evaluation_has_nothing_of_the_offload_of_the_iteration_before(monkeypatch):
+    monkeypatch.setattr(rank_offload, "offload_handlers", lambda plan, rank, stages, host, offload, inner: offload)
+    ours, training = RankOffload(Namespace(makes_chunks=False, rank=0, stages={})), Namespace(forward_only=False)
+    ours.host, evaluation = HostMemory(torch.device("cpu"), 1 << 20), Namespace(forward_only=True)
+    saved = ours.counting(training, (), lambda: 0)
+    assert [ours.running(plan, None, None, {}) for plan in (training, evaluation)] == [saved, None]
 
 
 def test_the_loss_takes_what_it_takes_on_the_replica_whose_kernel_fails(monkeypatch):

@@ -11,12 +11,7 @@ from megatron_epp.cost.kept import RECORDED, WARM_UP
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_static
 from megatron_epp.cost.work import LinearTime, causal_pairs
-from megatron_epp.features.learnt_costs.learner import (
-    Learner,
-    deviation,
-    fitted_costs,
-    size_of,
-)
+from megatron_epp.features.learnt_costs.learner import Learner, deviation, fitted_costs, size_of
 from megatron_epp.features.learnt_costs.timed import Timed, fitted_line, undetermined
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Plan, Recompute, Segment
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile

@@ -84,7 +84,8 @@ class RankOffload(RunFeature):
         self, plan: Plan, inputs: Any, reduction: Any, handlers: Mapping[Op, Handler]
     ) -> AbstractContextManager[Mapping[Op, Handler]]:
         assert self.host is not None  # since `settled`
-        return offload_handlers(plan, self._run.rank, self._run.stages, self.host, self._offload, handlers)
+        offload = None if plan.forward_only else self._offload  # which is that of the last training iteration
+        return offload_handlers(plan, self._run.rank, self._run.stages, self.host, offload, handlers)
 
     def report(self, line: dict[str, Any], plan: Plan | None, measured: Measured | None) -> None:
         if plan is not None:

@@ -117,9 +117,9 @@ class WeightGradients:
 
 def handlers(plan: Plan, stages: Mapping[int, Any]) -> dict[Op, Handler]:
     """Return what runs a plan's weight gradients on stages with `weights`, whose backwards leave them from now on."""
-    split = [action for row in plan.ranks for step in row for action in step.actions if action.op is Op.W]
     for number, stage in stages.items():
-        stage.weights.kept = {action.chunk for action in split if action.stage == number}
+        own = (action for step in plan.ranks[plan.placement[number]] for action in step.actions)
+        stage.weights.kept = {action.chunk for action in own if action.op is Op.W and action.stage == number}
     return {Op.W: compute}
 
 

@@ -1,4 +1,4 @@
-"""A training by plans, on documents or on a caller's microbatches: groups, watchdog, its ranks, watch and failures."""
+"""A training by plans, on documents or on a caller's microbatches: its ranks, watchdog and failures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import logging
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,7 @@ class Run:
     problem: Problem
     """Planning problem of every batch, without its lengths, since `mcore.start.run_start.settle`."""
     costs: PipelineCosts
-    """Of plans to come."""
+    """Costs by which plans to come are made."""
     options: Options
     loaded_costs: Sequence[KeptCosts] = ()
     """Learnt costs that were given instead of a checkpoint's."""
@@ -172,7 +172,7 @@ class Run:
         return costs
 
     def counting(
-        self, plan: Plan | None, parameters: Sequence[torch.Tensor], counts: bool, others: Callable[[], int] = lambda: 0
+        self, plan: Plan | None, parameters: Iterable[torch.Tensor], counts: bool, others: Callable[[], int] = lambda: 0
     ) -> SavedTensors | None:
         """Return what counts the tensors that autograd saves in an iteration, a feature's if one does more with them; None if
         none does and the run does not count them.

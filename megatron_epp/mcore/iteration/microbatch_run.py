@@ -126,10 +126,8 @@ class MicrobatchRun(Run):
         self.learning = next(feature for feature in self.features if isinstance(feature, Learning))
         settle(self, self._by_formula)
         obstacles = self.links.control.from_each([stage.recompute_obstacle for stage in self.stages.values()])
-        options = self.options
         if obstacle := next((text for each in obstacles for text in each if text), ""):
-            options = _without_recompute(options, obstacle, self.names, is_asked=args.epp_offload == "on")
-        self.options = options
+            self.options = _without_recompute(self.options, obstacle, self.names, is_asked=args.epp_offload == "on")
         self._plans: dict[_Key, MicrobatchPlan] = {}
         self._measured: AgreedShapes | None = None
         """Microbatches of the last training iteration that was recorded for costs."""
@@ -209,7 +207,7 @@ class MicrobatchRun(Run):
                     reduction.reduce_all()
                 self._after(None, report)
             return [], torch.zeros([], dtype=torch.int, device=self.device)
-        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        parameters = (parameter for model in self.models for parameter in model.parameters())
         report.saved = self.counting(planned.plan, parameters, measures and not self._on_gpu)
         microbatches = dict(zip(self.stages.values(), sources, strict=True))
 

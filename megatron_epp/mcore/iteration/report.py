@@ -86,7 +86,7 @@ class IterationReport:
         def other_bytes() -> int:
             return sum(stage.kv_cache.num_bytes for stage in stages) + sum(feature.num_bytes for feature in run.features)
 
-        parameters = [*chain.from_iterable(stage.parameters for stage in stages), uploaded]
+        parameters = chain((uploaded,), chain.from_iterable(stage.parameters for stage in stages))  # read where they count
         self.saved = run.counting(plan, parameters, run.args.epp_measure_memory, other_bytes)
 
     def log_previous_and_begin(self, loss: torch.Tensor | None) -> None:

@@ -38,12 +38,7 @@ ODD_ITERATIONS = (2, 3, 5)
 SLEEP_S = 0.05
 MODULES_OF_DIAGNOSTICS = tuple(
     f"megatron_epp.{name}"
-    for name in (
-        "mcore.iteration.report",
-        "mcore.iteration.loggers",
-        "features.slow_stages.stage_watch",
-        "runtime.recorder",
-    )
+    for name in ("mcore.iteration.report", "mcore.iteration.loggers", "features.slow_stages.stage_watch", "runtime.recorder")
 )
 
 

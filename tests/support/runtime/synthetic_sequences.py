@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_epp.plan import NO_RECOMPUTE, Chunk, Messages, Plan, Prediction, Segment
+from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Messages, Op, Plan, Prediction, Segment, Step
 
 
 class MemoryDataset:
@@ -28,7 +28,7 @@ class MemoryDataset:
 
 
 def plan_of(lengths, chunks, token_multiple=1):
-    """A plan with these chunks and nothing else of interest; `chunks` are lists of (sequence, start, end)."""
+    """A plan of forwards of these chunks and nothing else of interest; `chunks` are lists of (sequence, start, end)."""
     return Plan(
         lengths=tuple(lengths),
         chunks=tuple(Chunk(tuple(Segment(*segment) for segment in chunk)) for chunk in chunks),
@@ -37,7 +37,7 @@ def plan_of(lengths, chunks, token_multiple=1):
         recompute=((NO_RECOMPUTE,) * len(chunks),),
         recompute_us=((0.0,) * len(chunks),),
         offload_share=((0.0,) * len(chunks),),
-        ranks=((),),
+        ranks=(tuple(Step(Action(Op.F, 0, c), 1.0, 0, 0) for c in range(len(chunks))),),
         messages=Messages((), ()),
         static_bytes=(0,),
         cap_bytes=(1,),
