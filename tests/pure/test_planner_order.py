@@ -310,7 +310,7 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_(kv_offload=frozenset({("0", 0)})), "does not have its type in `Decisions`"),
         (with_(copies=(COPY, ()), offload=(("a",) * 4, (0.0,) * 4)), "does not have its type in `Decisions`"),
         (with_(copies=((3,), ()), offload=SHARES), "does not have its type in `Decisions`"),
-        (lambda made: None, "returned a NoneType, not Decisions"),
+        (lambda made: None, "returned None; a planner returns `Decisions`"),
     ],
 )
 def test_a_mistake_is_reported(change: Change, words: str, monkeypatch: pytest.MonkeyPatch):

@@ -177,8 +177,10 @@ class Run:
         """Return what counts the tensors that autograd saves in an iteration, a feature's if one does more with them; None if
         none does and the run does not count them.
         """
-        of_features = () if plan is None else (feature.counting(plan, parameters, others) for feature in self.features)
-        return next(filter(None, of_features), SavedTensors(parameters, others) if counts else None)
+        for feature in self.features if plan is not None else ():
+            if (saved := feature.counting(plan, parameters, others)) is not None:
+                return saved
+        return SavedTensors(parameters, others) if counts else None
 
     @property
     def figures(self) -> dict[str, Any]:

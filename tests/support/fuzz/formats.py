@@ -54,6 +54,7 @@ BOUNDARIES = np.array([0, 1, 3, 4, 6], dtype=np.int64)
 NUM_TOKENS = int(LENGTHS.sum())
 RECORD = TokenRecord(Tokenizer("NullTokenizer", "bytes", 257, 256, None), "--vocab-size 257", 4, NUM_TOKENS, 256)
 BATCH = ("--lengths", "300,200", "--stages", "2")
+EVEN = ("--stages", "2", "--layout", "even")
 OPTIONAL = {
     "kv_offload": [[0, 0]], "host_links": [0, 0], "host_cap_bytes": [10**12, 10**12], "message_bytes": [0, 0],
     "half_layers": [4, 4], "loss_groups": [[0, 1]],
@@ -201,7 +202,7 @@ FORMATS: dict[str, Format] = {
         "given.yaml",
         lambda: (CLUSTER,),
         text_damage,
-        {"plan": command("plan", *BATCH, "--cluster", "FILE")},
+        {"plan": command("plan", *EVEN, "--lengths", "300,200", "--cluster", "FILE")},
         named("rates", r"\w+_(flops|sharing|gb|per_node)", "unknown", r"name: value", r"stage \d+"),
         named="given",
     ),
@@ -216,7 +217,7 @@ FORMATS: dict[str, Format] = {
         "given.txt",
         lambda: (b"300\n200, 17\n",),
         text_damage,
-        {"plan": command("plan", "--stages", "2", "--lengths", "FILE")},
+        {"plan": command("plan", *EVEN, "--lengths", "FILE")},
         named("no lengths"),
     ),
     "index": Format(
@@ -224,8 +225,8 @@ FORMATS: dict[str, Format] = {
         lambda: (index(),),
         binary_damage(index_fields),
         {
-            "plan": command("plan", "--stages", "2", "--lengths", "FILE"),
-            "context": command("plan", "--stages", "2", "--lengths", "FILE", "--context", "64", "--batch-size", "8"),
+            "plan": command("plan", *EVEN, "--lengths", "FILE"),
+            "context": command("plan", *EVEN, "--lengths", "FILE", "--context", "64", "--batch-size", "8"),
         },
         named("header", "first bytes", r"document \d", r"sequence \d", "no documents?"),
     ),
