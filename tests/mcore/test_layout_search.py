@@ -53,10 +53,10 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Pat
     said = trained(*given, tmp_path / "whole", "--epp-trace", 1)
     assert "less time than Megatron's layers for batches like the first 8" in said
     layout = Layout.from_json((folder / "epp_layout.json").read_text())
-    assert sum(layout.halves) == 16
-    assert layout.halves[0] > layout.halves[1]  # the vocabulary's work is on the last stage
+    assert sum(layout.layers) == 8
+    assert layout.layers[0] > layout.layers[1]  # the vocabulary's work is on the last stage
     assert layout.chosen_with["epp_layout"] == "auto"
-    assert load(tmp_path / "whole" / "plan.json").num_layers == tuple(count // 2 for count in layout.halves)
+    assert load(tmp_path / "whole" / "plan.json").num_layers == layout.layers
     said = trained(*given, tmp_path / "after", *from_iteration(2, folder), "--epp-memory-cap-gb", 100)
     assert "is kept, though it was chosen with other flags: --epp-memory-cap-gb was None and is 100.0" in said
     whole, after = (losses(tmp_path / name) for name in ("whole", "after"))

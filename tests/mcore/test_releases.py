@@ -24,9 +24,9 @@ PATCH = REPOSITORY / "patches" / "megatron-core-0.18-to-0.19.patch"
 HYBRID = STATES["two stages, weights apart"]
 SINKS = "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"
 CASES = {
-    "weights apart, vocabulary, cut layers": case(
+    "weights apart, vocabulary, uneven layers": case(
         "pp2 split",
-        "--epp-slices 3 --epp-recompute 1 --epp-layout 1.5,2.5 --epp-vocab-parallel on",
+        "--epp-slices 3 --epp-recompute 1 --epp-layout 1,3 --epp-vocab-parallel on",
         "grouped",
         optimizer=OVERLAPPED,
     ),

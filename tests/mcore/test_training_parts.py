@@ -120,7 +120,7 @@ def test_forwards_of_a_layer_at_the_same_time_recompute_their_own_parts(monkeypa
     )
     assert MODES["mlp"].runs_again >= {MLP}
     layer = Layer()
-    layer_recompute.recompute_by_mode([layer], [0])
+    layer_recompute.recompute_by_mode([layer])
     hidden = torch.ones(2, requires_grad=True)
     threads = [
         threading.Thread(

@@ -188,7 +188,7 @@ def test_linear_layers_keep_a_byte_of_what_they_alone_need() -> None:
 
 def test_a_layer_that_runs_holds_gradients_that_are_not_cast() -> None:
     assert CAST.layer_bytes_per_token + CAST.uncast_bytes_per_token == PLAIN.layer_bytes_per_token
-    layout, optimizer = Layout.of_layers([4], Placement("looped", 1, 1)), OptimizerBytes.of_flags({"bf16": True})
+    layout, optimizer = Layout((4,), Placement("looped", 1, 1)), OptimizerBytes.of_flags({"bf16": True})
     costs = [analytic_profile(shape, H100).costs_on_device(layout, optimizer, 1).stages[0].layers for shape in (PLAIN, CAST)]
     assert costs[0].working_bytes_per_token == costs[1].working_bytes_per_token > costs[1].bytes_per_token
     one_dense = shape_of(LLAMA | TENSORWISE | {"num_experts": 4, "moe_layer_freq": [0, 1, 1, 1]})

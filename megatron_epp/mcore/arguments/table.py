@@ -146,15 +146,13 @@ _RUNNING = (
         "first rank has the first and the last of two on each (default: the faster with --epp-layout auto, else looped)."
     ),
     Flag("layout", "--epp-layout", "--layout", metavar="auto|even|balanced|FILE|N,N,...").described(
-        "Layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention; or a file with them and the ranks "
-        "of the stages. even: as Megatron's flags divide layers, by default as many on each; balanced: ranks take equally "
-        "long for the run's sequences; auto: what takes least time for its first batches, with several stages on a rank where "
-        "that is faster, found by planning some of them and kept with the checkpoints (default: auto, unless flags of "
-        "Megatron's divide layers).",
-        "layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention, behind v: or looped: where ranks "
-        "have several; a file that `plan --layout-out` wrote; even; balanced: ranks take equally long; or auto: what takes "
-        "least time for batches like these, with several stages on a rank where that is faster (default: auto, and balanced "
-        "with planners of papers)",
+        "Layers of every stage, as ``8,7,9``; or a file with them and the ranks of the stages. even: as Megatron's flags "
+        "divide layers, by default as many on each; balanced: ranks take equally long for the run's sequences; auto: what "
+        "takes least time for its first batches, with several stages on a rank where that is faster, found by planning some "
+        "of them and kept with the checkpoints (default: auto, unless flags of Megatron's divide layers).",
+        "layers of every stage, as ``8,7,9``, behind v: or looped: where ranks have several; a file that `plan --layout-out` "
+        "wrote; even; balanced: ranks take equally long; or auto: what takes least time for batches like these, with several "
+        "stages on a rank where that is faster (default: auto, and balanced with planners of papers)",
     ),
     Flag(
         "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default=AUTO, alone="on"

@@ -10,7 +10,6 @@ from typing import Any
 from megatron_epp.cost.optimizer import FLAGS as OPTIMIZER_FLAGS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.flags import flag_words
-from megatron_epp.plan.layout import layers_text
 from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, rows_together
 from megatron_epp.tools.advice.judge import Baseline
 from megatron_epp.tools.advice.question import Configuration, Question
@@ -41,7 +40,6 @@ def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:
     settings = {
         "memory_cap_gb": None if is_unlimited(question.cap_bytes) else round(question.cap_bytes / 2**30, 2),
         "placement": "v" if config.virtual > 1 and config.placement == "v" else None,
-        "layout": None if config.stages.is_whole else layers_text(config.stages.halves).replace(" ", ""),
         "vocab_parallel": "on" if config.shards_vocabulary else None,
         "documents": question.documents if question.documents != "split" else None,
         "latents": latents if question.flags.get("multi_latent_attention") else None,

@@ -17,7 +17,6 @@ from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.layer_flags import pattern_of
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.plan_figures import recompute_share
 from megatron_epp.planner import PLANNERS, plan
@@ -30,7 +29,6 @@ from megatron_epp.tools.cli.planning_flags import (
     costs_by,
     costs_of,
     costs_source,
-    flags_of,
     problem_of,
     tell_sharing,
     token_multiple,
@@ -213,7 +211,7 @@ def _gain(batch: Batch) -> StockGain:
     best_us = whole_us = ours.predicted.makespan_us
     if layout.shards_vocabulary or options.split_weight:
         whole_us, options_then = math.inf, replace(options, split_weight=False)
-        for other in without_shards(layout, problem, own_costs_of, halves=not pattern_of(flags_of(args))):
+        for other in without_shards(layout, problem, own_costs_of):
             with suppress(InfeasibleError):
                 whole_us = min(whole_us, plan(problem, own_costs_of(other), options_then).predicted.makespan_us)
     choices = StockChoices(

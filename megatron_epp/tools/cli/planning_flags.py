@@ -207,7 +207,7 @@ def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> Pipe
     flags = flags_of(args) | {"data_parallel_size": args.data_parallel}
     optimizer, share = OptimizerBytes.of_flags(flags, profile.weight_bytes), args.fragmentation_share
     share = 0.0 if share is None and args.rates == "cpu" else share
-    return layout.costs_of(profile.costs_on_device(layout, optimizer, args.data_parallel, share))
+    return layout.costs_of(profile.costs_on_device(layout, optimizer, args.data_parallel, share), profile)
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:

@@ -44,14 +44,14 @@ _OF_SHAPE = (
 
 
 def analytic_costs(
-    shape: ModelShape, rates: Rates, layers_per_stage: Sequence[float], *, state_bytes_per_parameter: float = 18.0
+    shape: ModelShape, rates: Rates, layers_per_stage: Sequence[int], *, state_bytes_per_parameter: float = 18.0
 ) -> PipelineCosts:
     """Costs of a pipeline by formula. The first stage embeds; the last has the final norm, the logits and the loss.
 
     Args:
         shape: of the model; `formulas.library.shape_of` makes one of Megatron's flags.
         rates: of the devices, as `formulas.H100`.
-        layers_per_stage: layers of each stage, in multiples of a half; their sum must be the model's.
+        layers_per_stage: layers of each stage; their sum must be the model's.
         state_bytes_per_parameter: bytes of a parameter's weight, gradient and optimizer state (`Profile.costs`).
 
     Raises:

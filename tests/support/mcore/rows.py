@@ -266,7 +266,6 @@ MORE_PREDICTIONS = {
     "context parallel, experts": case(
         "cp2 dp2 experts4 ep2", "--epp-slices 3", both="--mtp-num-layers 2", optimizer=OVERLAPPED
     ),
-    "a layer cut": case("pp2", "--epp-slices 3 --epp-layout 2.5,1.5", both="--mtp-num-layers 1"),
     "uneven stages": case("pp2", "--epp-slices 3 --epp-layout 3,1", both="--mtp-num-layers 2"),
     "two stages per rank": case("pp2 looped2 split", "--epp-slices 7 --epp-recompute 1", both="--mtp-num-layers 1"),
     "there and back, replicas": case("dp2 pp2 v2", "--epp-slices 3", both="--mtp-num-layers 1", optimizer=OVERLAPPED),
@@ -347,25 +346,16 @@ def _masks() -> list[Row]:
     ]
 
 
-# ---- layouts that cut layers -----------------------------------------------------------------------------------------
+# ---- uneven layouts --------------------------------------------------------------------------------------------------
 
-_CUT = "--epp-slices 3 --epp-recompute 1"
+_UNEVEN_LAYERS = "--epp-slices 3 --epp-recompute 1"
 LAYOUTS = {
-    "context parallel, weights apart": case("cp2 pp2 split", f"{_CUT} --epp-layout 2.5,1.5"),
-    "there and back": case("pp2 v2", f"{_CUT} --epp-layout 1.5,1,1,0.5"),
-    "tensor and sequence parallel": case("tp2 sp pp2", f"{_CUT} --epp-layout 1.5,2.5"),
-    "experts of replicas": case("dp2 pp2 experts4 ep2", f"{_CUT} --epp-layout 1.5,2.5", optimizer=OVERLAPPED),
-    "four stages": case("pp4", "--epp-slices 3 --epp-layout 0.5,1.5,1,1"),
-    "two stages": case("pp2", f"{_CUT} --epp-layout 2.5,1.5", "grouped"),
-    "tensor parallel": case("tp2 pp2", f"{_CUT} --epp-layout 2.5,1.5"),
-    "replicas": case("dp2 pp2", f"{_CUT} --epp-layout 2.5,1.5", optimizer=OVERLAPPED),
-    "looped": case("pp2 looped2 split", f"{_CUT} --epp-layout 1.5,1,1,0.5"),
-    "four stages, weights apart": case("pp4 split", f"{_CUT} --epp-layout 1.5,1,1,0.5", "gpt2"),
-    "whole layers": case("pp2 v2", f"{_CUT} --epp-layout 2,0,1,1", "gpt2"),
-    "offload": case("pp2", "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload --epp-layout 2.5,1.5"),
-    "learnt costs": case("pp2", "--epp-slices 3 --epp-costs learn --epp-layout 1.5,2.5"),
+    "a stage without layers": case("pp4", "--epp-slices 3 --epp-layout 0,2,1,1"),
+    "looped": case("pp2 looped2 split", f"{_UNEVEN_LAYERS} --epp-layout 2,1,1,0"),
+    "there and back": case("pp2 v2", f"{_UNEVEN_LAYERS} --epp-layout 2,0,1,1", "gpt2"),
+    "learnt costs": case("pp2", "--epp-slices 3 --epp-costs learn --epp-layout 1,3"),
 }
-"""Rows of the set `slow`; in the default set the first four have an output layer in shards, too (`CUT_SHARDS`)."""
+"""Rows of the set `slow`; in the default set others have an output layer in shards, too (`UNEVEN_SHARDS`)."""
 
 
 _CHOOSING = "--epp-slices 3 --epp-layout auto --epp-vocab-parallel auto --epp-split-weight-gradient auto"
@@ -392,7 +382,7 @@ def _layouts() -> list[Row]:
     ]
     cut = [
         Row(
-            name=f"cut layers: {name}, {LONG}",
+            name=f"uneven layers: {name}, {LONG}",
             case=own,
             check=functools.partial(_check_layout, own.cell.split),
             iterations=LONG,
@@ -413,18 +403,18 @@ VOCABULARIES = {
     "four ranks, tied, uneven": case("pp4", _SHARDS, "gpt2", both=f"{_UNEVEN} --clip-grad 0.05"),
     "tied, by blocks, masked": case("pp2", f"{_SHARDS} --epp-loss-block-tokens 5", "gpt2"),
 }
-_CUT_SHARDS = "--epp-vocab-parallel on --epp-slices 3 --epp-recompute 1"
-CUT_SHARDS = {
-    "context parallel, weights apart, tied": case("cp2 pp2 split", f"{_CUT_SHARDS} --epp-layout 2.5,1.5", "gpt2"),
-    "there and back, tied": case("pp2 v2", f"{_CUT_SHARDS} --epp-layout 1.5,1,1,0.5", "gpt2"),
+_UNEVEN_SHARDS = "--epp-vocab-parallel on --epp-slices 3 --epp-recompute 1"
+UNEVEN_SHARDS = {
+    "context parallel, weights apart, tied": case("cp2 pp2 split", f"{_UNEVEN_SHARDS} --epp-layout 3,1", "gpt2"),
+    "there and back, tied": case("pp2 v2", f"{_UNEVEN_SHARDS} --epp-layout 2,1,1,0", "gpt2"),
     "tensor and sequence parallel, windows and sinks": case(
-        "tp2 sp pp2", f"{_CUT_SHARDS} --epp-layout 1.5,2.5", both="--window-size 30,0 --softmax-type learnable"
+        "tp2 sp pp2", f"{_UNEVEN_SHARDS} --epp-layout 1,3", both="--window-size 30,0 --softmax-type learnable"
     ),
     "experts of replicas, tied": case(
-        "dp2 pp2 experts4 ep2", f"{_CUT_SHARDS} --epp-layout 1.5,2.5", "gpt2", optimizer=OVERLAPPED
+        "dp2 pp2 experts4 ep2", f"{_UNEVEN_SHARDS} --epp-layout 1,3", "gpt2", optimizer=OVERLAPPED
     ),
 }
-"""Layouts that cut layers, with an output layer in shards."""
+"""Uneven layouts, with an output layer in shards."""
 MORE_VOCABULARIES = {
     "four ranks, tied, uneven": VOCABULARIES["four ranks, tied, uneven"],
     "tied, by blocks": case("pp2", f"{_SHARDS} --epp-loss-block-tokens 5", "gpt2"),
@@ -446,7 +436,7 @@ MORE_VOCABULARIES = {
     "four ranks, uneven": case("pp4", _SHARDS, "learned", both=_UNEVEN),
     "replicas": case("dp2 pp2", _SHARDS, optimizer=OVERLAPPED),
     "experts": case("dp2 pp2 experts4 ep2", _SHARDS, optimizer=OVERLAPPED),
-    "cut layers": case("pp2", f"{_SHARDS} --epp-layout 2.5,1.5 --epp-recompute 1"),
+    "uneven layers": case("pp2", f"{_SHARDS} --epp-layout 3,1 --epp-recompute 1"),
     "weights apart": case("pp2 split", _SHARDS),
     "weights apart, looped, tied": case("pp2 looped2 split", _SHARDS, "gpt2"),
     "offload": case("pp2", f"{_SHARDS} --epp-memory-cap-gb 0.0006 --epp-offload"),
@@ -489,15 +479,15 @@ def _vocabularies(iterations: int, cases: dict[str, Case]) -> list[Row]:
     ]
 
 
-def _check_cut_shards(splits: bool, figures: Figures, folder: Path) -> None:
+def _check_uneven_shards(splits: bool, figures: Figures, folder: Path) -> None:
     _check_layout(splits, figures, folder)
     _check_shards(splits, False, True, figures, folder)
 
 
-def _cut_shards() -> list[Row]:
+def _uneven_shards() -> list[Row]:
     return [
-        Row(name=f"cut layers, vocabulary: {name}", case=own, check=functools.partial(_check_cut_shards, own.cell.split))
-        for name, own in CUT_SHARDS.items()
+        Row(name=f"uneven layers, vocabulary: {name}", case=own, check=functools.partial(_check_uneven_shards, own.cell.split))
+        for name, own in UNEVEN_SHARDS.items()
     ]
 
 
@@ -576,7 +566,7 @@ WINDOWS = {
         both="--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable",
     )  # which loads weights that stock has saved
 }
-"""Tensor-parallel ranks have them in `CUT_SHARDS`, context-parallel ones in `UNEVEN_HEADS`."""
+"""Tensor-parallel ranks have them in `UNEVEN_SHARDS`, context-parallel ones in `UNEVEN_HEADS`."""
 
 
 def _of_layers(kind: str, cases: dict[str, Case], slow: Collection[str] = ()) -> list[Row]:
@@ -713,7 +703,7 @@ MORE_FROZEN = (
     ("last", "pp2 looped2", _AGAIN, ""),
     ("later", _BACK, "--epp-slices 4", ""),
     ("last", "cp2 pp2", "--epp-slices 3 --epp-costs learn", ""),
-    ("later", "pp2", "--epp-layout 2.5,1.5 --epp-slices 3 --epp-recompute 1", ""),
+    ("later", "pp2", "--epp-layout 3,1 --epp-slices 3 --epp-recompute 1", ""),
     ("first", "pp2 split", _AGAIN, ""),
     ("head", "pp2", _AGAIN, ""),
     ("head", "pp2 split", "--epp-slices 3", "--mtp-num-layers 1"),
@@ -767,7 +757,7 @@ ROWS = (
     *_latent_predictions(),
     *_masks(),
     *_vocabularies(2, VOCABULARIES),
-    *_cut_shards(),
+    *_uneven_shards(),
     _HYBRID_EXPERTS,
     *_of_layers("Mamba-2 and gated delta nets", STATES, slow=("two stages, weights apart",)),
     *_hybrid_predictions(),

@@ -27,9 +27,6 @@ RUNS = {
         "gpt2",
         "--epp-split-weight-gradient --num-virtual-stages-per-pipeline-rank 2 --epp-placement v",
     ),
-    # Stages that begin and end inside layers; of the second run one does both.
-    "cut layers": (2, "llama", "--epp-layout 4.5,3.5"),
-    "cut layers, weights apart": (2, "gpt2", "--epp-split-weight-gradient --epp-placement v --epp-layout 2.5,2,1,2.5"),
 }
 
 
