@@ -113,7 +113,7 @@ def test_a_search_knows_how_much_of_the_model_trains() -> None:
         args = of_run(*model.split(), "--epp-layout", "auto", "--epp-vocab-parallel", "auto", *more, processes=4)
         prepare_epp_args(args)
         args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
-        even = Layout((12,) * 4, Placement("looped", 4, 1))
+        even = Layout((6,) * 4, Placement("looped", 4, 1))
         of_model = run_facts(args, ask_here)
         asked = layout_search.question(args, even, ((8192,),))
         sample = formulas.sample_of(of_model, formulas.profile_for_search(of_model), asked)
@@ -131,7 +131,7 @@ def test_a_search_knows_how_much_of_the_model_trains() -> None:
 def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(tmp_path: Path) -> None:
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
     kept = tmp_path / "epp_layout.json"
-    kept.write_text(Layout((6, 5, 4, 1), Placement("looped", 4, 1)).to_json())
+    kept.write_text(Layout((3, 2, 2, 1), Placement("looped", 4, 1)).to_json())
     given = ["--data-path", data, "--epp-layout", "balanced", "--train-iters", 1, "--lr-warmup-iters", 0, "--load", tmp_path]
     said = trained(*given, "--epp-report-dir", tmp_path, "--epp-trace", 1)
     (line,) = [line for line in said.splitlines() if str(kept) in line]

@@ -21,7 +21,7 @@ from tests.support.runtime.allocations import peak_bytes_of
 @pytest.mark.parametrize(
     "name",
     [
-        "untied, uneven layers",
+        "untied, other layers",
         pytest.param("uneven, plain optimizer", marks=pytest.mark.slow),  # the same with other divisions
         pytest.param("tied, uneven", marks=pytest.mark.slow),
     ],

@@ -405,7 +405,7 @@ VOCABULARIES = {
 }
 _UNEVEN_SHARDS = "--epp-vocab-parallel on --epp-slices 3 --epp-recompute 1"
 UNEVEN_SHARDS = {
-    "context parallel, weights apart, tied": case("cp2 pp2 split", f"{_UNEVEN_SHARDS} --epp-layout 3,1", "gpt2"),
+    "context parallel, weights apart, tied": case("cp2 pp2 split", f"{_UNEVEN_SHARDS} --epp-layout 1,3", "gpt2"),
     "there and back, tied": case("pp2 v2", f"{_UNEVEN_SHARDS} --epp-layout 2,1,1,0", "gpt2"),
     "tensor and sequence parallel, windows and sinks": case(
         "tp2 sp pp2", f"{_UNEVEN_SHARDS} --epp-layout 1,3", both="--window-size 30,0 --softmax-type learnable"

@@ -18,7 +18,7 @@ UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
 PLAIN = "--ckpt-format torch_dist"
 STOCK = "--epp-schedule stock"
 CHAINS = {
-    "untied, uneven layers": (
+    "untied, other layers": (
         f"{MODELS['llama']} {RESHARDABLE}",
         ((f"{SHARDS} 2 --epp-layout 1,3", 2), (STOCK, 1), (f"{SHARDS} 4 --epp-layout 0,2,1,1", 4)),
     ),
