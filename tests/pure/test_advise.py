@@ -16,13 +16,11 @@ from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, plan
 from megatron_epp.planner.baselines.whole import UniformDecisions
 from megatron_epp.tools.advice import configuration_search
-from megatron_epp.tools.advice.advice_text import as_json, as_text
+from megatron_epp.tools.advice.advice_text import as_json, as_text, epp_settings, recipe_text, stock_settings
 from megatron_epp.tools.advice.causes import STAGES_PER_RANK, Stock, gain_of, stock_text, without_shards
-from megatron_epp.tools.advice.configuration_search import NothingFitsError, advise
-from megatron_epp.tools.advice.configurations import candidates
+from megatron_epp.tools.advice.configuration_search import NothingFitsError, advise, candidates
 from megatron_epp.tools.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work, step_without_shards_us
 from megatron_epp.tools.advice.question import Configuration, Question
-from megatron_epp.tools.advice.recipe import epp_settings, recipe_text, stock_settings
 from megatron_epp.tools.cli import main as cli
 from megatron_epp.tools.cli.advise import plan_flags, question_of
 from megatron_epp.tools.cli.lengths import batches_of, lengths_of

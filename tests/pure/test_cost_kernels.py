@@ -20,7 +20,7 @@ from megatron_epp.tools.cli import main as cli
 from megatron_epp.tools.cli.planning_flags import costs_source
 from megatron_epp.tools.formulas import CPU, H100, H100_NODE, Profile, analytic_costs, analytic_profile
 from megatron_epp.tools.formulas.analytic import profile_for
-from megatron_epp.tools.formulas.attention import BACKWARD_TFLOPS, FORWARD_TFLOPS, LENGTHS, speed_of
+from megatron_epp.tools.formulas.hardware import BACKWARD_TFLOPS, FORWARD_TFLOPS, LENGTHS, speed_of
 from megatron_epp.tools.formulas.library import load_cluster, load_flags, shape_of
 
 SHAPE = replace(shape_of(load_flags("llama3-8b") | {"tensor_model_parallel_size": 8}), num_layers=8)

@@ -22,8 +22,8 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.service.replica_balance import divide
+from megatron_epp.tools.advice.advice_text import flags_text
 from megatron_epp.tools.advice.question import Configuration
-from megatron_epp.tools.advice.recipe import flags_text
 from megatron_epp.tools.cli import main as cli
 from megatron_epp.tools.cli.advise import question_of
 from megatron_epp.tools.cli.main import main

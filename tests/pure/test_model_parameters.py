@@ -16,9 +16,8 @@ from megatron_epp.tools.cli import main
 from megatron_epp.tools.formulas import H100, ModelShape, Profile, analytic_costs, analytic_profile
 from megatron_epp.tools.formulas.analytic import profile_for
 from megatron_epp.tools.formulas.library import check_formulas, load_flags, shape_of
-from megatron_epp.tools.formulas.model_shape import Exchange
+from megatron_epp.tools.formulas.model_shape import Exchange, RecurrentShape
 from megatron_epp.tools.formulas.parameters import kinds_of_layers, parameters_of, summary
-from megatron_epp.tools.formulas.recurrent import RecurrentShape
 
 SLICES = work_of([Chunk((Segment(0, at, at + 64),)) for at in (0, 64, 128)], [192])
 BILLIONS = {

@@ -62,8 +62,6 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A configuration, or a size, that cannot run."""
-
     name: str  # of a configuration, or of a size that several configurations have in common
     why: str  # reason in words, with numbers
     needed_bytes: int = 0  # sufficient memory; 0 if memory is not the reason

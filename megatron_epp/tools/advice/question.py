@@ -25,8 +25,6 @@ REDUCED_BYTES = 4  # bytes of a parameter's gradient in the reduction, which is 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Configuration:
-    """Distribution of a model and a batch over devices."""
-
     # tensor, context, pipeline, data: parallel sizes; their product is the number of devices
     tensor: int
     context: int
@@ -47,7 +45,6 @@ class Configuration:
 
     @property
     def ranks(self) -> int:
-        """Ranks of a stage of one replica."""
         return self.tensor * self.context
 
     @property
@@ -62,7 +59,6 @@ class Configuration:
 
     @property
     def stages(self) -> Layout:
-        """Layers of the stages and their ranks."""
         placement = Placement(self.placement, self.pipeline, self.virtual)
         return Layout(self.layers, placement, self.shards_vocabulary)
 

@@ -21,9 +21,8 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.sizing import loss_workspace_bytes
 from megatron_epp.tools.formulas.device import least_working_bytes_per_token, shard_bytes
 from megatron_epp.tools.formulas.hardware import Rates
-from megatron_epp.tools.formulas.model_shape import Exchange, ModelShape
+from megatron_epp.tools.formulas.model_shape import RECURRENT, Exchange, ModelShape, RecurrentShape
 from megatron_epp.tools.formulas.profile import ModelPart, Profile, mean_of, mlp_of
-from megatron_epp.tools.formulas.recurrent import RECURRENT, RecurrentShape
 
 MICROSECONDS = 1e6
 
@@ -238,7 +237,6 @@ def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
 
 
 def _mixer_layer(shape: ModelShape, rates: Rates) -> ModelPart:
-    """Costs of a layer of a hybrid model that has no MLP."""
     part, hidden = _attention_part(shape, rates), shape.hidden_bytes_per_token
     kept_output = NO_TIME if isinstance(shape, RecurrentShape) else _core_attention(shape, rates)[0]
     modes = {
@@ -312,7 +310,6 @@ def _layer_products(shape: ModelShape, parameters_per_token: float, rates: Rates
 
 
 def _linear(parameters_per_token: float, rates: Rates) -> LinearTime:
-    """Time of matrix products that use the given number of parameters once per token."""
     per_token_us = MICROSECONDS * 2 * parameters_per_token / rates.linear_flops
     return LinearTime(rates.saturation_tokens * per_token_us, per_token_us)
 

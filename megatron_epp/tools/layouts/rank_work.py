@@ -15,8 +15,7 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Problem
 
-type CostsOf = Callable[[Layout], PipelineCosts]
-"""The costs of a pipeline with a layout."""
+type CostsOf = Callable[[Layout], PipelineCosts]  # the costs of a pipeline with a layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,6 @@ def calibration(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> list[str]:
-    """Lines with the planner, the pipeline and the batch, the chunks, the predicted figures, and the planner's notes."""
     kinds = Counter(chunk.kind(plan.lengths) for chunk in plan.chunks)
     cut = ", ".join(f"{kinds[kind]} {kind}" for kind in _KINDS if kinds[kind])
     predicted = plan.predicted
@@ -120,7 +119,6 @@ def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) 
 
 
 def rank_table(plan: Plan) -> list[str]:
-    """Table with one line per rank: stages, busy time, bubble, peak memory and its cap, layers that recompute."""
     peak_size, peak_unit = byte_unit(max(plan.predicted.peak_bytes))
     rows = []
     for rank in range(plan.num_ranks):

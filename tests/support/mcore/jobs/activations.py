@@ -155,7 +155,7 @@ def _compared(flags, rope_utils, unfused):
     from megatron_epp.tools.formulas import CPU
     from megatron_epp.tools.formulas.analytic import analytic_profile
     from megatron_epp.tools.formulas.library import shape_of
-    from megatron_epp.tools.formulas.recurrent import RecurrentShape
+    from megatron_epp.tools.formulas.model_shape import RecurrentShape
     from tests.mcore.test_refusals import arguments
 
     args = arguments(*flags)
