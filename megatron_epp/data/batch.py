@@ -21,7 +21,7 @@ PADDING_TOKEN = 0
 
 
 class SequenceDataset(Protocol):
-    """Sequences whose `lengths` are known without reading them: the positions each trains, one less than its tokens."""
+    """Sequences whose `lengths` are known without reading them: input tokens, one less than each has in its file."""
 
     lengths: np.ndarray
 

@@ -127,7 +127,7 @@ class Sequences:
         return number if self.documents is None else int(self.documents[number]), first
 
 
-def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -> Sequences:
+def cut_documents(num_tokens: Index, limit: int, long_documents: str = "split") -> Sequences:
     """Return the sequences of documents of so many tokens, at most `limit` positions each; long ones as in `LONG_DOCUMENTS`."""
     trains = num_tokens >= 2
     documents, positions = None, num_tokens - 1

@@ -94,7 +94,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
             return batch.part(by_count(len(batch.indices), self._replica, self._replicas))
         planned = [] if source.make_plans is None else [*self._planned_batches()]
         sent = source.exchange_plans([plans for _, plans in planned])
-        batches = [batch for batch, _ in planned] or map(self._batch_of, sent)
+        batches = [batch for batch, _ in planned] if planned else map(self._batch_of, sent)
         for batch_or_error, plans in zip(batches, sent, strict=True):
             self._being_prepared.append(self._prepare_thread.submit(_prepare, batch_or_error, plans, source))
         try:
@@ -213,6 +213,7 @@ def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSo
     if isinstance(whole, Exception):
         raise whole
     own = plans[source.replica_position]
+    # A rank with a shorter batch is told so below.
     plan, batch = own.plan(), whole.part([at for at in own.share if at < len(whole.indices)])
     if plan.lengths != batch.lengths:
         raise DisagreementError(

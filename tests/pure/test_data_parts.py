@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.data import sequence_lengths
 from megatron_epp.data.chat import example_lines
-from megatron_epp.data.indexed_documents import open_mask, sequences_of, stream_lengths
+from megatron_epp.data.indexed_documents import cut_documents, open_mask, stream_lengths
 from megatron_epp.plan.errors import EppError
 from megatron_epp.tools.cli.lengths import limited
 
@@ -123,7 +123,7 @@ def random_documents(seed, longest=60):
 def test_sequences_are_the_naive_ones(limit, long_documents):
     for seed in range(20):
         num_tokens = random_documents(seed)
-        found = sequences_of(num_tokens, limit, long_documents)
+        found = cut_documents(num_tokens, limit, long_documents)
         places = [(*found.locate(i), int(found.lengths[i])) for i in range(len(found))]
         assert places == naive(num_tokens.tolist(), limit, long_documents)
         assert found.num_long == sum(tokens - 1 > limit for tokens in num_tokens)
@@ -132,11 +132,11 @@ def test_sequences_are_the_naive_ones(limit, long_documents):
 
 
 def test_an_index_takes_eight_bytes_of_a_document_and_four_of_a_further_sequence_or_of_documents_some_of_which_are_skipped():
-    sequences = sequences_of(np.full(1000, 41, dtype=np.int64), 10)
+    sequences = cut_documents(np.full(1000, 41, dtype=np.int64), 10)
     assert len(sequences) == 4000
     assert sequences.documents is None
     assert sequences.lengths.nbytes + sequences.ends.nbytes == 8 * 1000 + 4 * 3000
-    sequences = sequences_of(np.array([1] + [41] * 1000), 60)
+    sequences = cut_documents(np.array([1] + [41] * 1000), 60)
     assert sequences.ends is None
     assert sequences.lengths.nbytes + sequences.documents.nbytes == 8 * 1000
 

@@ -200,7 +200,7 @@ class DocumentDataset:
         self.file = DocumentFile(file) if isinstance(file, str) else file
         self._first, self._vocab_size = first, vocab_size
         self._num_tokens = num_tokens = self.file.num_tokens[first:last]
-        self._sequences = indexed_documents.sequences_of(num_tokens, context_limit, long_documents)
+        self._sequences = indexed_documents.cut_documents(num_tokens, context_limit, long_documents)
         self.lengths = self._sequences.lengths
         documents = self._sequences.documents
         self.num_skipped = 0 if documents is None else len(num_tokens) - len(documents)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_epp.data import sequence_lengths
-from megatron_epp.data.indexed_documents import document_tokens, sequences_of, stream_lengths
+from megatron_epp.data.indexed_documents import cut_documents, document_tokens, stream_lengths
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
@@ -150,7 +150,7 @@ def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = ""
     tokens = np.asarray(lengths, dtype=np.int64) + 1
     if args.documents == "stream":
         return tuple(stream_lengths(tokens, args.context).tolist())
-    return tuple(sequences_of(tokens, args.context, args.documents).lengths.tolist())
+    return tuple(cut_documents(tokens, args.context, args.documents).lengths.tolist())
 
 
 def _is_count(text: str) -> bool:
