@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import torch
 
+from megatron_epp.mcore import entry
+
 ANGLES = {}
 """Storages of rotary angles by address, which layers share and keep beyond a chunk."""
 
@@ -138,8 +140,6 @@ def _with_delta_net(attention_norm):
 
 def run(cases):
     """Return for every case its bytes per token by formula and in truth, those of a chunk of any length, and the tensors."""
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings import rope_utils

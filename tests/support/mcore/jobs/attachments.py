@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+import megatron_epp
+from megatron_epp.losses import NextToken
+from megatron_epp.plan import Recompute
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 
@@ -92,9 +95,6 @@ def started(spread: float = 0.2, lengths: tuple[int, ...] = LENGTHS, **settings:
 
 
 def schedule_of(plans: Mapping[str, Any] | None) -> Any:
-    import megatron_epp
-    from megatron_epp.losses import NextToken
-
     return megatron_epp.wrap_samples(loss=NextToken(), **{"slices": 3, "wait_limit_seconds": 60} | dict(plans or {}))
 
 
@@ -111,7 +111,6 @@ def between_calls(
     """
     loop, samples = started(**settings)
     from megatron_epp.mcore.model.stage import MegatronStage
-    from megatron_epp.plan import Recompute
 
     modules = dict(loop.models[0].named_modules())
     training, schedule = DataParallel(loop, samples, step), schedule_of(plans)
@@ -228,8 +227,6 @@ def of_microbatches() -> tuple[float, str]:
     """Return how far microbatches by a plan are from Megatron's with a hook on a layer, and what is said of a `forward`."""
     loop = begin(LENGTHS)
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     schedule, layer = megatron_epp.wrap(), loop.models[0].decoder.layers[1]
     loop.run(schedule)

@@ -13,6 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_epp import planner
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
+from megatron_epp.plan import RECOMPUTE_MODES, Action, InfeasibleError, Op
+from megatron_epp.plan.kv_offload import host_peak_bytes, slices_in
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.plan_figures import offload_share
+from megatron_epp.planner import UNLIMITED_BYTES
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.runtime.executor import HANDLERS
 from tests.support.mcore.jobs.common import flags_of, written
 
 CONTEXT, VOCABULARY = 256, 95
@@ -48,17 +63,9 @@ def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]
 
 def of_batches(executor, batches):
     """An executor that forgets its plan and runs those of random batches."""
-    import numpy as np
-
-    from megatron_epp.data.batch import GlobalBatch
-    from megatron_epp.features.offload.activations import ActivationOffload
-    from megatron_epp.features.offload.copy_handlers import offload_handlers
     from megatron_epp.features.offload.rank_offload import RankOffload
-    from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
     from megatron_epp.mcore.costs.sources import pipeline_costs
     from megatron_epp.mcore.iteration import sliced_run
-    from megatron_epp.plan.lowering import lower
-    from megatron_epp.runtime.executor import HANDLERS
 
     class RandomText:
         def __init__(self, lengths):
@@ -114,22 +121,13 @@ def of_batches(executor, batches):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(lines))
 
-    from megatron_epp.plan.kv_offload import host_peak_bytes
-    from megatron_epp.plan.plan_figures import offload_share
-
     return OfBatches
 
 
 def plans(args, costs, run, batches):
     """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
-    from megatron_epp import planner
     from megatron_epp.mcore.arguments.layout import token_multiple
     from megatron_epp.mcore.arguments.parser import options_from
-    from megatron_epp.plan import RECOMPUTE_MODES, InfeasibleError
-    from megatron_epp.plan.kv_offload import slices_in
-    from megatron_epp.planner import UNLIMITED_BYTES
-    from megatron_epp.planner.assemble import build_plan
-    from megatron_epp.planner.tables import tabulate
 
     draw = random.Random(8)
     placement = run.placement.rank_of
@@ -175,8 +173,6 @@ def plans(args, costs, run, batches):
 
 def with_copies(order, most, draw):
     """Copies of some chunks, back behind one of the actions between their forward and their backward."""
-    from megatron_epp.plan import Action, Op
-
     stages = 1 + max(action.stage for row in order for action in row)
     chunks = 1 + max(action.chunk for row in order for action in row)
     shares = [[0.0] * chunks for _ in range(stages)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_epp.mcore import entry
 from tests.support.mcore.jobs.training_steps import of_bridge
 
 
@@ -36,8 +37,6 @@ def exported(source: str, checkpoint: str, target: str) -> None:
 
 def logits(flags: Sequence[str], tokens: Sequence[int]) -> list[list[float]]:
     """Return the logits of tokens, of the model that Megatron's flags describe and that is whole on this rank."""
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import argument_utils, arguments, checkpointing, initialize
@@ -60,8 +59,6 @@ def logits(flags: Sequence[str], tokens: Sequence[int]) -> list[list[float]]:
 
 def adapters(source: str, data: str, target: str, steps: int, batch: int) -> list[str]:
     """Run `docs/examples/lora.py`; return its lines."""
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     example = Path(__file__).parents[4] / "docs" / "examples" / "lora.py"
     with of_bridge(), contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
 from tests.support.mcore.jobs.frameworks import Batch, Loop, Schedule, apart, begin, forward_step
 
 Events = list[list[Any]]
@@ -23,8 +24,6 @@ def honoured(stages: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
     loop = begin(lengths, stages)
     without_training()
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     config = loop.models[0].config
     schedules = {"stock": get_forward_backward_func(), "planned": megatron_epp.wrap(split_weight_gradient=False)}

@@ -2,13 +2,13 @@
 
 import torch
 
+from megatron_epp.mcore import entry
+
 TOKENS = 512
 
 
 def run(cases):
     """Return for every case, of sizes and flags, the bytes per token by formula and in truth."""
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     torch.distributed.init_process_group("gloo")
     return [_compared(sizes, flags) for sizes, flags in cases]

@@ -19,6 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
+from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.kept import RECORDED, WARM_UP
+from megatron_epp.cost.work import LinearTime
+from megatron_epp.features.slow_stages.stage_watch import ITERATIONS
+from megatron_epp.mcore import entry
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.autograd.saved import SavedTensors
+
 UNEVEN = (24, 8, 32, 16, 8, 32)
 """Lengths of microbatches."""
 EVEN = (24,) * 6
@@ -71,8 +80,6 @@ def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    from megatron_epp.plan import EppError
-
     try:
         call()
     except EppError as error:
@@ -100,8 +107,6 @@ def begin(
         expert_parallel: ranks that share the experts of a layer.
         inside: attribute of another model that holds the model; None for no other.
     """
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
@@ -278,8 +283,6 @@ RUNS = 6
 def frozen_later(lengths: Sequence[int]) -> dict[str, Any]:
     """Freeze the layers of the last stage after a call, and free those of the first, which were frozen, after another."""
     loop = begin(lengths)
-    import megatron_epp
-
     (model,), rank = loop.models, dist.get_rank()
     if rank == 0:
         model.requires_grad_(False)
@@ -326,9 +329,6 @@ def compared(
     loop.batches = partial(loop.batches, pixels=pixels)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    import megatron_epp
-    from megatron_epp.runtime.autograd.saved import SavedTensors
-
     schedule = get_forward_backward_func()
     stock = loop.run(schedule)
     if recomputes:
@@ -365,7 +365,6 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
     loop = begin(lengths, stages)
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
-    import megatron_epp
     from megatron_epp.mcore.iteration.wrap import uninstall
 
     sys.modules["framework"] = framework = ModuleType("framework")
@@ -389,8 +388,6 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
 
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
     """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
-    from megatron_epp.cost.blocks import LAYER
-    from megatron_epp.cost.work import LinearTime
     from megatron_epp.features.learnt_costs import learn_costs
 
     learn, lines = learn_costs.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
@@ -431,9 +428,6 @@ def learnt() -> dict[str, Any]:
     the state of another machine; and what the first says to a state that comes too late.
     """
     loop = begin(UNEVEN)
-    import megatron_epp
-    from megatron_epp.cost.kept import RECORDED, WARM_UP
-
     found: list[dict[str, Any]] = []
 
     def after(calls: int, loaded: Mapping[str, Any] | None = None) -> Any:
@@ -459,10 +453,6 @@ SLEEP_S = 0.05
 
 def slow() -> None:
     loop = begin(UNEVEN[:4])
-    import megatron_epp
-    from megatron_epp.cost.kept import RECORDED, WARM_UP
-    from megatron_epp.features.slow_stages.stage_watch import ITERATIONS
-
     schedule = megatron_epp.wrap()
 
     def sleeping(data_iterator: Iterator[Batch], model: Any) -> Any:
@@ -480,12 +470,8 @@ def wrong(case: str) -> None:
 
     Prints `stepped` where the schedule returns, and whether weights have changed.
     """
-    from megatron_epp.mcore import entry
-
     with entry.errors_in_one_line():
         loop = begin(UNEVEN, tensor_parallel=2 if case.startswith("tensor parallel") else 1)
-        import megatron_epp
-
         planned = megatron_epp.wrap(**({"shape_of": too_long} if case == "other lengths" else {}))
         if "differ" in case:
             loop.batches = partial(longer_on_rank_1, loop.batches)
@@ -548,8 +534,6 @@ def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     replica, count = parallel_state.get_data_parallel_rank(), len(UNEVEN)
     loop.batches = partial(batches, UNEVEN, seed=5 + replica)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import HIDDEN, apart, begin, refusal
 
@@ -174,8 +175,6 @@ def compared(
     """
     from megatron.core import parallel_state
 
-    import megatron_epp
-
     training.load(start)
     schedule = megatron_epp.wrap_samples(inputs=inputs, **SETTINGS | dict(plans or {}))
     evaluated = schedule(model=training.chunks, samples=training.samples, forward_only=True)
@@ -256,8 +255,6 @@ def pictures(
 def refusals() -> dict[str, str]:
     """Return what is said of samples and functions that cannot be honoured, and whether right ones train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-    import megatron_epp
-
     model, said, right = VisionLanguage(loop.models[0]), {}, samples()
 
     def told(name: str, batch: Any = right, **settings: Any) -> None:

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_epp.mcore import entry
+from megatron_epp.runtime.links.objects import ObjectGroup
 from tests.support.mcore.launch import PLANNED
 
 LENGTHS = (60, 9, 33, 4, 21, 50, 2, 17, 41, 12, 7, 28)
@@ -54,8 +57,6 @@ def out_of_memory(really: bool, limits: Path) -> Iterator[None]:
     """In the second backward of an iteration: behind its work, so that gradients have been added to by then. Writes the time
     limits of the run's process groups to a file, whether memory runs out or not.
     """
-    import torch
-
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.stage import MegatronStage
 
@@ -80,10 +81,6 @@ def out_of_memory(really: bool, limits: Path) -> Iterator[None]:
 
 def limits_of(run: Any) -> dict[str, float]:
     """In seconds, by the name of each process group of a run."""
-    import torch
-
-    from megatron_epp.runtime.links.objects import ObjectGroup
-
     held = {name: getattr(run.links, name) for name in type(run.links).__slots__} | vars(run)
     levels = {name: value.levels[0] for name, value in held.items() if isinstance(value, ObjectGroup) and value.levels}
     groups = {name: value for name, value in held.items() if isinstance(value, torch.distributed.ProcessGroup)} | levels

@@ -6,6 +6,7 @@ Figures: name, rank, planned and real bytes of this rank.
 import os
 import shlex
 
+from megatron_epp.mcore import entry
 from tests.support.mcore.figures import record_figures
 from tests.support.mcore.memory_cases import COMMON, LLAMA
 
@@ -23,7 +24,6 @@ SETTINGS = {
 
 
 def run(documents, names):
-    from megatron_epp.mcore import entry
     from scripts.parity.planner import share_planner
     from scripts.parity.runs import train
 

@@ -12,8 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.plan import Copy, KVOffload, Op, Recompute
 from megatron_epp.plan.kv_offload import slices_of
+from megatron_epp.runtime.attention import core as attention
+from megatron_epp.runtime.executor import HANDLERS
+from megatron_epp.runtime.lowered import prepare
 from tests.support.mcore.jobs.common import flags_of, written
 
 RECOMPUTE_MODES = {
@@ -75,18 +84,11 @@ def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
 
 def by_levels(executor):
     """An executor that runs a plan without recompute, then with every level, and compares gradients."""
-    import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from megatron_epp.features.offload.activations import ActivationOffload
-    from megatron_epp.features.offload.copy_handlers import offload_handlers
-    from megatron_epp.features.offload.host import HostMemory
-    from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
     from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
-    from megatron_epp.runtime.executor import HANDLERS
-    from megatron_epp.runtime.lowered import prepare
 
     calls = counted_calls()
 
@@ -155,8 +157,6 @@ def by_levels(executor):
 
 def counted_calls():
     """A list that grows by one with every call of attention's kernel."""
-    from megatron_epp.runtime.attention import core as attention
-
     calls: list[int] = []
     choose = attention.kernels.choose
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
 from tests.support.mcore.jobs.frameworks import RUNS, Batch, apart, batches, begin, outputs, with_fixed_times
 
 UNLIKE = ((24, 8, 32, 16, 12, 36), (8, 40, 16, 20, 24, 12))
@@ -29,8 +30,6 @@ def shared_experts() -> list[dict[str, Any]]:
     loop = begin(UNLIKE[0], 2, replicas=2, expert_parallel=2, num_experts=4, moe_router_topk=2, add_bias_linear=False)
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     replica = parallel_state.get_data_parallel_rank()
     loop.batches = partial(batches, UNLIKE[replica], seed=5 + replica)
@@ -169,8 +168,6 @@ def of_processed(lengths: Sequence[int]) -> dict[str, Any]:
     """
     loop = begin(lengths)
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     (model,), ran = loop.models, list[int]()
     model.parallel_output = False

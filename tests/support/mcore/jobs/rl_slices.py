@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
+from megatron_epp.losses import Average, ClippedRatio
+from megatron_epp.mcore import entry
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from scripts.demo_rl import engine as verl
 
@@ -31,13 +34,9 @@ def updated() -> dict[str, Any]:
         bytes that both hold, their losses, the norm of the difference of gradients over theirs, and what refuses a sample that
         is longer than the token budget.
     """
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
     logging.getLogger("verl").setLevel(logging.WARNING)
-    import megatron_epp
-
     updates, layers = Updates(), SIZE.layers // SIZE.stages
     held = {recomputed: _peak_bytes(updates, partial(updates.whole, recomputed))[0] for recomputed in (layers, layers - 1, 0)}
     cap_bytes, refusal = int(BELOW * held[layers - 1]), ""
@@ -67,8 +66,6 @@ class Updates:
     """Updates of one model, whole by verl's engine, and in slices: one response is as long as the context."""
 
     def __init__(self) -> None:
-        from megatron_epp.losses import Average, ClippedRatio
-
         self.samples = verl.drawn(SAMPLES, SIZE.longest // 2, SIZE.vocabulary, seed=3, median=MEDIAN * SIZE.longest)
         random = torch.Generator().manual_seed(4)
         self.samples.tokens[SAMPLES // 2] = torch.randint(1, SIZE.vocabulary, (SIZE.longest,), generator=random)
@@ -107,8 +104,6 @@ class Updates:
 
 def _static_bytes(updates: Updates) -> int:
     """Return the bytes of weights, gradients and optimizer of the smaller stage, which a cap holds too."""
-    import megatron_epp
-
     probe = megatron_epp.wrap_samples(loss=updates.loss)
     probe(model=updates.model, samples=updates.columns, forward_only=True)
     least = min(stage.static_bytes for stage in probe._run.costs.stages)

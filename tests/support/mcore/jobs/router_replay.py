@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import megatron_epp
 from tests.support.mcore.jobs.frameworks import Batch, Loop, Schedule, apart, begin, forward_step, refusal
 
 EXPERTS = 4
@@ -76,8 +77,6 @@ def replayed(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     settings = {"moe_router_topk": 2, "moe_ffn_hidden_size": 32, "add_bias_linear": False, "moe_enable_routing_replay": True}
     loop = begin(lengths, stages, num_experts=EXPERTS, moe_router_load_balancing_type="none", **settings)
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     replay, stock = Replay(loop), get_forward_backward_func()
     refused = refusal(lambda: replay.run(megatron_epp.wrap(), forward_only=False))

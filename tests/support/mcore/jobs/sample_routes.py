@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import megatron_epp
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 from tests.support.mcore.jobs.samples import LENGTHS, SETTINGS
@@ -98,8 +99,6 @@ def replayed(
     loop = begin(LENGTHS, stages, replicas=replicas, **MODEL | settings)
     from megatron.core import parallel_state
 
-    import megatron_epp
-
     numbers = [router.layer_number for router in chain.from_iterable(map(routers, loop.models))]
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, numbers)
@@ -151,8 +150,6 @@ def _count(calls: list[int], *_: Any) -> None:
 def refusals() -> dict[str, str]:
     """Return what is said of routes that cannot be replayed, and whether right ones train afterwards."""
     loop = begin(LENGTHS, **MODEL)
-    import megatron_epp
-
     (model,), right, said = loop.models, made(), {}
     first, *others = right
     schedule = megatron_epp.wrap_samples(**SETTINGS)

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
+from megatron_epp.losses import Average, ClippedRatio, ClippedValue, Distillation
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 from tests.support.mcore.jobs.samples import LENGTHS, SETTINGS, made
@@ -65,9 +67,6 @@ def values(replicas: int = 1, tensor_parallel: int = 1, stages: int | None = Non
     loop = begin(LENGTHS, stages, replicas=replicas, tensor_parallel=tensor_parallel, calculate_per_token_loss=True, **settings)
     from megatron.core import parallel_state
 
-    import megatron_epp
-    from megatron_epp.losses import Average, ClippedValue
-
     put_heads(loop.models)
     training = DataParallel(loop, made_for_values(), whole_value_step)
     expected, results = training.whole()
@@ -110,9 +109,6 @@ def whole_teacher_step(data: Any, model: Any) -> tuple[Tensor, Any]:
 def distillation() -> dict[str, Any]:
     """Return how far a distillation in slices and by blocks is from one with whole logits by Megatron's schedule."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-    import megatron_epp
-    from megatron_epp.losses import Average, Distillation
-
     random, samples = torch.Generator().manual_seed(7), made()
     for sample in samples:
         shape = len(sample["tokens"]), 3
@@ -138,9 +134,7 @@ def divided_head() -> dict[str, Any]:
     loop = begin(LENGTHS, tensor_parallel=2, calculate_per_token_loss=True, sequence_parallel=True)
     from megatron.core import parallel_state
 
-    import megatron_epp
     from megatron_epp.features.losses.value_head import ValueHead
-    from megatron_epp.losses import ClippedValue
 
     group = parallel_state.get_tensor_model_parallel_group()
     head = ValueHead(loop.models[0].config, group)
@@ -166,8 +160,6 @@ def divided_head() -> dict[str, Any]:
 def value_refusals() -> dict[str, str]:
     """Return what is said of losses and models that do not go together, and of samples with other columns."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-    import megatron_epp
-    from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation
 
     def refused(loss: Any, samples: Any, plans: Any = None, **named: Any) -> str:
         wrap = partial(megatron_epp.wrap_samples, loss=loss, **SETTINGS | dict(plans or {}))

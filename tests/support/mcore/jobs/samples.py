@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
+from megatron_epp.losses import Average, ClippedRatio, NextToken, Preference
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 
@@ -84,9 +86,6 @@ def grpo(
             freeze(model, part)
     from megatron.core import parallel_state
 
-    import megatron_epp
-    from megatron_epp.losses import Average, ClippedRatio
-
     samples = made()
     training = DataParallel(loop, samples, partial(whole_step, per_token=per_token))
     chunks = training.chunks
@@ -126,9 +125,6 @@ def grpo(
 def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[str, Any]:
     """Return how far the gradient of preferences is from a sum over tokens, weighted by what their pair's margin asks for."""
     loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token, **settings)
-    import megatron_epp
-    from megatron_epp.losses import Average, NextToken, Preference
-
     order = (0, 3, 1, 2, 4, 5)
     samples = [one | {"group": number // 2, "preferred": number % 2} for number, one in zip(order, made(), strict=True)]
     training = DataParallel(loop, samples)
@@ -160,9 +156,6 @@ def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[st
 def bad() -> dict[str, Any]:
     """Return what is said of samples and models that are wrong, or above a cap, and whether others train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-    import megatron_epp
-    from megatron_epp.losses import ClippedRatio, Preference
-
     schedule, samples, said = megatron_epp.wrap_samples(loss=ClippedRatio(), **SETTINGS), made(), {}
     pairs = megatron_epp.wrap_samples(loss=Preference(), **SETTINGS)
 
@@ -210,9 +203,6 @@ def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, 
     is not finite, and how far the call behind each is.
     """
     loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token)
-    import megatron_epp
-    from megatron_epp.losses import Average, ClippedRatio
-
     samples, said = made(), {}
     training = DataParallel(loop, samples, overlaps=overlaps, distributed=distributed)
     chunks = training.chunks

@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+import megatron_epp
+from megatron_epp.mcore import entry
 from tests.support.mcore.figures import record_figures
 
 LENGTHS = 24, 8, 16
@@ -28,14 +30,10 @@ MODELS = {
 
 
 def run():
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     parallel_state.initialize_model_parallel()
     for name, settings in MODELS.items():

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.mcore import entry
 from scripts.demo_rl import engine
 from tests.support.mcore.absent_packages import stand_ins
 from tests.support.mcore.jobs.frameworks import apart, with_fixed_times
@@ -88,8 +89,6 @@ def begun(
         loss_per_token: the loss is a sum over tokens, as both have it for fine-tuning.
         change: as of `engine.pipeline_stage`.
     """
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
     from megatron.core import parallel_state

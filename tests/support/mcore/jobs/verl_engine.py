@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.mcore import entry
 from scripts.demo_rl import engine as verl
 from tests.support.mcore.jobs.frameworks import apart, with_fixed_times
 
@@ -30,8 +31,6 @@ def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
         for every batch the largest relative difference of gradients and of log-probabilities of samples, losses of
         microbatches by both, and the tokens of microbatches in the order in which both ran them; and whether costs are learnt.
     """
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
     shared = {"experts": 4, "expert_parallel": expert_parallel} if expert_parallel > 1 else {}
