@@ -10,6 +10,7 @@ import random
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,16 @@ from megatron_epp.runtime.executor import HANDLERS
 from tests.support.mcore.jobs.common import flags_of, written
 
 CONTEXT, VOCABULARY = 256, 95
-OPTIONS = "--epp-offload --epp-slices 3"
+OPTIONS, SPLIT = "--epp-offload --epp-slices 3", "--epp-split-weight-gradient"
 # By name: processes, model and flags.
 RUNS = {
     "llama": (2, "llama", ""),
     "grouped, with dropout": (2, "grouped", "--hidden-dropout 0.1"),
     "grouped in bf16, ten slices": (2, "grouped", "--bf16 --epp-slices 10"),
-    "weights apart, there and back": (
-        2,
-        "gpt2",
-        "--epp-split-weight-gradient --num-virtual-stages-per-pipeline-rank 2 --epp-placement v",
-    ),
+    "weights apart, there and back": (2, "gpt2", f"{SPLIT} --num-virtual-stages-per-pipeline-rank 2 --epp-placement v"),
     # Stages that begin and end inside layers; of the second run one does both.
     "cut layers": (2, "llama", "--epp-layout 4.5,3.5"),
-    "cut layers, weights apart": (2, "gpt2", "--epp-split-weight-gradient --epp-placement v --epp-layout 2.5,2,1,2.5"),
+    "cut layers, weights apart": (2, "gpt2", f"{SPLIT} --epp-placement v --epp-layout 2.5,2,1,2.5"),
 }
 
 
@@ -86,9 +83,8 @@ def of_batches(executor, batches):
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
             for name, plan in plans(args, costs, run, batches):
-                batch = GlobalBatch(
-                    indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
-                )
+                indices = tuple(range(len(plan.lengths)))
+                batch = GlobalBatch(indices=indices, lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths))
                 prepared = run.inputs.prepare(batch, lower(plan)[self.rank])
                 others = [p for stage in self.stages.values() for p in stage.parameters]
                 others.append(prepared.inputs.upload.buffer)
@@ -105,18 +101,13 @@ def of_batches(executor, batches):
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(
                     {
-                        "name": name,
-                        "planned": planned,
-                        "measured": saved.peak_bytes,
-                        "left": saved.live_bytes + host.held_bytes,
-                        "planned_host": host_peak_bytes(plan)[self.rank],
-                        "host": host.held_peak_bytes,
-                        "hosted": len(caches),
-                        "share": offload_share(plan),
+                        "name": name, "planned": planned, "measured": saved.peak_bytes,
+                        "left": saved.live_bytes + host.held_bytes, "planned_host": host_peak_bytes(plan)[self.rank],
+                        "host": host.held_peak_bytes, "hosted": len(caches), "share": offload_share(plan),
                         "offloadable": costs.offloadable_share,
                         "recompute": sorted({str(again) for row in plan.recompute for again in row}),
                     }
-                )
+                )  # fmt: skip
             folder = Path(args.epp_report_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(lines))
@@ -149,18 +140,10 @@ def plans(args, costs, run, batches):
                 for stage, count in enumerate(costs.num_layers)
             ]
             copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
-            pairs = [
-                (stage, sequence)
-                for stage in range(len(recompute_steps))
-                for sequence in slices_in(made.chunks, problem.lengths)
-            ]
+            pairs = [*product(range(len(recompute_steps)), slices_in(made.chunks, problem.lengths))]
             kv_offload = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
-            return build_plan(
-                problem,
-                costs,
-                options,
-                replace(made, modes=modes, recompute_steps=recompute_steps, kv_offload=kv_offload, **copies),
-            )
+            changed = replace(made, modes=modes, recompute_steps=recompute_steps, kv_offload=kv_offload, **copies)
+            return build_plan(problem, costs, options, changed)
 
         for mode in RECOMPUTE_MODES:
             yield f"all {mode}", chosen((mode,), False)

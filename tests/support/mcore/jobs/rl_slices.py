@@ -28,11 +28,8 @@ LEARNING = 8
 
 
 def updated() -> dict[str, Any]:
-    """Update whole and in slices.
-
-    Returns:
-        bytes that both hold, their losses, the norm of the difference of gradients over theirs, and what refuses a sample that
-        is longer than the token budget.
+    """Update whole and in slices; return bytes that both hold, their losses, the norm of the difference of gradients over
+    theirs, and what refuses a sample that is longer than the token budget.
     """
     entry.prepare()
     dist.init_process_group("gloo")
@@ -53,13 +50,9 @@ def updated() -> dict[str, Any]:
     differing = updates.gradients() - own
     train.close()
     return {
-        "held_bytes": held,
-        "cap_bytes": cap_bytes,
-        "sliced_bytes": sliced_bytes,
-        "refusal": refusal,
-        "losses": (whole, in_slices),
-        "gradients": float(differing.norm() / own.norm()),
-    }
+        "held_bytes": held, "cap_bytes": cap_bytes, "sliced_bytes": sliced_bytes, "refusal": refusal,
+        "losses": (whole, in_slices), "gradients": float(differing.norm() / own.norm()),
+    }  # fmt: skip
 
 
 class Updates:
@@ -78,13 +71,11 @@ class Updates:
         known = zip(self.samples.tokens, self.samples.advantages, self.samples.old_logprobs, strict=True)
         self.columns = [
             {
-                "tokens": tokens,
-                "trained": [0] * verl.PROMPT + [1] * (len(tokens) - verl.PROMPT),
-                "advantages": advantage,
+                "tokens": tokens, "trained": [0] * verl.PROMPT + [1] * (len(tokens) - verl.PROMPT), "advantages": advantage,
                 "old_logprobs": torch.cat([torch.zeros(verl.PROMPT), old]),
             }
             for tokens, advantage, old in known
-        ]
+        ]  # fmt: skip
 
     def whole(self, recomputed: int, budget: int = SIZE.budget) -> float:
         """Update by whole microbatches; return the loss. Raises what the framework raises for too small a budget."""
@@ -112,7 +103,6 @@ def _static_bytes(updates: Updates) -> int:
 
 
 def _peak_bytes(updates: Updates, update: Callable[[], float]) -> tuple[int, float]:
-    """Return the most bytes that autograd holds on any rank during an update, and the loss."""
     with SavedTensors(updates.model.parameters()) as saved:
         loss = update()
     peak = torch.tensor([saved.peak_bytes])
@@ -122,7 +112,6 @@ def _peak_bytes(updates: Updates, update: Callable[[], float]) -> tuple[int, flo
 
 @contextmanager
 def _recomputing(config: Any, layers: int) -> Iterator[None]:
-    """Return a context in which Megatron recomputes so many layers of a stage."""
     if layers:
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", layers
     try:

@@ -79,22 +79,14 @@ def names(training: DataParallel) -> list[str]:
 
 
 def replayed(
-    replicas: int = 1,
-    stages: int | None = None,
-    plans: Mapping[str, Any] | None = None,
-    all_layers: bool = False,
-    written: Path | None = None,
-    read: Path | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
+    replicas: int = 1, stages: int | None = None, plans: Mapping[str, Any] | None = None, all_layers: bool = False,
+    written: Path | None = None, read: Path | None = None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Return how far slices that replay routes are from whole samples that do, by Megatron's schedule and replay.
 
     Args:
-        replicas, stages, settings: as of `begin`.
-        plans: more settings of `wrap_samples`.
         all_layers: samples have routes of layers without experts, too, which no one reads.
-        written: file for what Megatron's schedule does on one rank.
-        read: file of that, in the place of a run by Megatron's schedule.
+        written, read: file for what Megatron's schedule does on one rank, and in the place of a run by it.
     """
     loop = begin(LENGTHS, stages, replicas=replicas, **MODEL | settings)
     from megatron.core import parallel_state
@@ -130,17 +122,11 @@ def replayed(
     evaluated = schedule(model=training.chunks, samples=samples, forward_only=True)
     schedule.close()
     return {
-        "worst": apart(gradients, expected),
-        "biases": apart(found, of_experts),
-        "num_biases": len(of_experts),
-        "chosen": apart(chosen, expected),
-        "losses": [one.means["next token"] * one.divisor for one in (report, evaluated)],
-        "expected": loss,
-        "replica": parallel_state.get_data_parallel_rank(),
-        "chunks": report.num_chunks,
-        "layers": len(layers),
-        "again": calls[0] - len(hooks) * report.num_chunks,
-    }
+        "worst": apart(gradients, expected), "biases": apart(found, of_experts), "num_biases": len(of_experts),
+        "chosen": apart(chosen, expected), "losses": [one.means["next token"] * one.divisor for one in (report, evaluated)],
+        "expected": loss, "replica": parallel_state.get_data_parallel_rank(), "chunks": report.num_chunks,
+        "layers": len(layers), "again": calls[0] - len(hooks) * report.num_chunks,
+    }  # fmt: skip
 
 
 def _count(calls: list[int], *_: Any) -> None:
