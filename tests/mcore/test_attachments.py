@@ -24,16 +24,14 @@ HOOKS = ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook
 ALL = (*HOOKS, "forward")
 LAYER = "decoder.layers.1"
 MIXER, CORE = f"{LAYER}.self_attention", f"{LAYER}.self_attention.core_attention"
+OF_LAYER = "decoder.layers.0.self_attention"
 GPT = {
     "embedding.word_embeddings": ("forward pre-hook", "forward hook", "forward"),
     "rotary_pos_emb": ("forward pre-hook", "forward hook", "forward"),
     "decoder": ("forward hook", "backward pre-hook"),  # Megatron passes names to it
     LAYER: ("forward hook", "backward pre-hook", "forward"),
     f"{LAYER}.input_layernorm": (*ALL, "forward hook in place"),
-    f"{LAYER}.self_attention": ALL,
-    f"{LAYER}.self_attention.linear_qkv": ALL,
-    f"{LAYER}.self_attention.core_attention": ALL,
-    f"{LAYER}.mlp": ALL,
+    **dict.fromkeys((MIXER, f"{MIXER}.linear_qkv", CORE, f"{LAYER}.mlp"), ALL),
     "output_layer": ("forward pre-hook", "forward hook", "forward"),  # Megatron's loss takes none in backward
 }
 """By module, what is attached. All that is not in `REFUSED` acts."""
@@ -42,22 +40,15 @@ REFUSED = {
     "rotary_pos_emb: forward": "module.rotary_pos_emb (RotaryEmbedding) has another forward than plans need there",
     f"{LAYER}: forward": f"module.{LAYER} (TransformerLayer) has another forward than",
     f"{LAYER}.input_layernorm: forward": f"module.{LAYER}.input_layernorm (LayerNorm) has another forward than",
-    f"{LAYER}.self_attention.core_attention: forward": "core_attention (DotProductAttention) has another forward than",
+    f"{CORE}: forward": "core_attention (DotProductAttention) has another forward than",
     "output_layer: forward": "the model has got its own output_layer.forward",
 }
-
-
-BY_BLOCKS = (
-    "the output layer has a forward hook attached.<locals>.<lambda>, which is of logits, and plans compute the loss by blocks"
-)
-
-
+BY_BLOCKS = "has a forward hook attached.<locals>.<lambda>, which is of logits, and plans compute the loss by blocks"
 MODES = [
     (None, GPT),
     ("mlp", {path: GPT[path] for path in (LAYER, f"{LAYER}.mlp")}),  # all others run as if nothing recomputed
     *((mode, GPT) for mode in ("mlp", "selective", "full")),
 ]
-"""Modes of recompute, and what is attached."""
 
 
 @some_by_default(("mode", "cases"), MODES, 2)
@@ -68,36 +59,21 @@ def test_what_is_attached_between_two_calls_acts_or_is_refused(mode, cases):
 @pytest.mark.parametrize(
     ("cases", "refused", "settings"),
     [
-        pytest.param(
-            {"output_layer": ("forward pre-hook", "forward hook")},
-            {"output_layer: forward hook": BY_BLOCKS},
-            {"plans": {"loss_block_tokens": 16}},
-            id="loss by blocks",
-        ),
-        pytest.param(
-            {
-                MIXER: ALL,
-                f"{MIXER}.core_attention": ALL,
-                f"{MIXER}.linear_kv_up_proj": (*HOOKS, "forward"),
-                f"{MIXER}.rotary_pos_emb": ("forward hook",),
-            },
-            {f"{MIXER}.core_attention: forward": "(DotProductAttention) has another forward than plans need there"},
+        ({"output_layer": HOOKS[:2]}, {"output_layer: forward hook": BY_BLOCKS}, {"plans": {"loss_block_tokens": 16}}),
+        (
+            {MIXER: ALL, CORE: ALL, f"{MIXER}.linear_kv_up_proj": ALL, f"{MIXER}.rotary_pos_emb": ("forward hook",)},
+            {f"{CORE}: forward": "(DotProductAttention) has another forward than plans need there"},
             LATENT,
-            id="latent attention",
         ),
-        pytest.param(
-            {"decoder.layers.0.self_attention": ALL},
-            {"decoder.layers.0.self_attention: forward": "(GatedDeltaNet) has another forward than"},
-            DELTA | {"spread": 0.05},  # with larger weights rounding alone changes gradients by 1e-4
-            id="delta nets",
-        ),
-        pytest.param(
+        # With larger weights rounding alone changes gradients by 1e-4.
+        ({OF_LAYER: ALL}, {f"{OF_LAYER}: forward": "(GatedDeltaNet) has another forward than"}, DELTA | {"spread": 0.05}),
+        (
             {"decoder.layers.0.mixer": ALL},
             {"decoder.layers.0.mixer: forward": "(MambaMixer) has another forward than"},
             MAMBA,
-            id="Mamba-2",
         ),
     ],
+    ids=["loss by blocks", "latent attention", "delta nets", "Mamba-2"],
 )
 def test_what_is_attached_to_other_kinds_of_layers_acts_or_is_refused(cases, refused, settings):
     check(returned(job(1, "attachments:between_calls", cases=cases, **settings)), cases, refused)
@@ -117,10 +93,7 @@ def check(found, cases, refused):
         ({"": "forward hook"}, "module (Outer) has a forward hook attached.<locals>.<lambda>, which plans would not call"),
         ({CORE: "forward hook", "rotary_pos_emb": "a class of its own", "output_layer": "forward hook"}, ""),
         ({"rotary_pos_emb": "forward", LAYER: "forward", f"{LAYER}.self_attention.linear_qkv": "parametrization"}, ""),
-        (
-            {"rotary_pos_emb": "scales by length"},
-            "the rotary embedding Interpolated gives positions other angles in a sequence of",
-        ),
+        ({"rotary_pos_emb": "scales by length"}, "embedding Interpolated gives positions other angles in a sequence of"),
         ({"rotary_pos_emb": "learns"}, "the rotary embedding Interpolated has parameters that train"),
         ({CORE: "forward"}, f"{CORE} has a forward that is not Megatron's"),
         ({"output_layer": "parametrization"}, "its output layer is a ParametrizedColumnParallelLinear"),
@@ -132,9 +105,7 @@ def test_what_is_there_before_the_first_call_acts_or_is_refused(cases, said):
     assert said in found if said else found <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "settings", [{"positions": "rope"}, LATENT, MAMBA | {"pattern": "M*M-"}], ids=["GPT", "latent", "Mamba-2"]
-)
+@pytest.mark.parametrize("settings", [{"positions": "rope"}, LATENT, MAMBA | {"pattern": "M*M-"}], ids=["GPT", "MLA", "SSM"])
 def test_all_that_plans_replace_is_told(settings):
     """Otherwise what a program attaches there would be lost without a word: use `replaced.put`, or `replaced.mark`."""
     found = returned(job(1, "attachments:replaced", plans={"loss_block_tokens": 16}, **settings))
@@ -178,59 +149,32 @@ def test_functions_of_modules_are_replaced_by_the_one_helper():
     puts = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "put" and len(call.args) > 2]
     names = {call.args[1].value for call in puts} | {"forward"}
     assert len(names) >= 6
-    found = {
-        file
-        for file, tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in names
-    }
+    parts = [(file, node) for file, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    found = {file for file, node in parts if isinstance(node.ctx, ast.Store) and node.attr in names}
     assert found == {"block_loss.py", "core_attention.py", "trained_rows.py"}
 
 
-OF_LAYER = "decoder.layers.0.self_attention"
-LATENTS = (
-    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 32 --qk-pos-emb-head-dim 4 --v-head-dim 32 "
-    "--no-rope-fusion"
-)
+LATENTS = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 32 --qk-pos-emb-head-dim 4 "
+LATENTS += "--v-head-dim 32 --no-rope-fusion --epp-latents on"
 SPLIT = "--epp-split-weight-gradient --no-gradient-accumulation-fusion"
 SHARDS = "--epp-vocab-parallel on --untie-embeddings-and-output-weights"
+ROTARY, KEYS, UP = {"rotary_pos_emb": OWN_ROTARY}, f"{OF_LAYER}.core_attention", f"{OF_LAYER}.linear_kv_up_proj"
+PARTS = {f"{OF_LAYER}.linear_qkv": "backward hook", f"{OF_LAYER}.linear_proj": "forward hook"}
 TRAININGS = {
-    "rotary, weights apart": (
-        SPLIT,
-        {"rotary_pos_emb": OWN_ROTARY, f"{OF_LAYER}.linear_qkv": "backward hook", f"{OF_LAYER}.linear_proj": "forward hook"},
-        "",
-    ),
-    "latents": (
-        f"{LATENTS} --epp-latents on",
-        {f"{OF_LAYER}.linear_kv_up_proj": "forward pre-hook", f"{OF_LAYER}.core_attention": "forward hook"},
-        "",
-    ),
-    "latents for keys": (
-        f"{LATENTS} --epp-latents on",
-        {f"{OF_LAYER}.core_attention": "forward pre-hook"},
-        f"{OF_LAYER}.core_attention (RelayAttention) has a forward pre-hook",
-    ),
-    "latents for their products": (
-        f"{LATENTS} --epp-latents on",
-        {f"{OF_LAYER}.linear_kv_up_proj": "forward hook"},
-        f"{OF_LAYER}.linear_kv_up_proj (ColumnParallelLinear) has a forward hook",
-    ),
+    "rotary, weights apart": (SPLIT, ROTARY | PARTS, ""),
+    "latents": (LATENTS, {UP: "forward pre-hook", KEYS: "forward hook"}, ""),
+    "latents for keys": (LATENTS, {KEYS: "forward pre-hook"}, f"{KEYS} (RelayAttention) has a forward pre-hook"),
+    "latents for their products": (LATENTS, {UP: "forward hook"}, f"{UP} (ColumnParallelLinear) has a forward hook"),
     "shards": (SHARDS, {"output_layer": "forward hook"}, "output_layer (VocabularyShard) has a forward hook"),
 }
-"""Flags, what a program attaches to the models that Megatron builds, and what is said."""
 
 
 @pytest.mark.parametrize("case", TRAININGS)
 def test_a_training_by_flags_runs_what_is_attached_or_refuses_it(tmp_path, case):
     flags, cases, said = TRAININGS[case]
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 32), vocab_size=127))
-    common = [
-        *PLANNED,
-        *shlex.split(f"--pipeline-model-parallel-size 2 --position-embedding-type rope {flags}"),
-        "--data-path",
-        data,
-    ]
-    env = {"ATTACH": json.dumps(cases)}
+    own = f"--pipeline-model-parallel-size 2 --position-embedding-type rope {flags} --data-path {data}"
+    common, env = [*PLANNED, *shlex.split(own)], {"ATTACH": json.dumps(cases)}
     if said:
         finished = launch(2, CHANGED, "attached", *common, "--train-iters", 1, env=env)
         assert finished.returncode != 0

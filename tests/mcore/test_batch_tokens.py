@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from megatron_epp.mcore.data.documents import build_splits, identity_of_run
 from megatron_epp.mcore.model.trained_rows import TrainedRows, rows_to_compute
 from scripts.parity.cells import CONTEXT, MODELS, VOCABULARY, common_flags
 from scripts.random_documents import write_documents
-from tests.support.mcore.forked import RECORDER, job, launch, returned, train
+from tests.support.mcore.forked import RECORDER, job, launch, returned, succeeded, train
 from tests.support.mcore.launch import TINY_ON_DOCUMENTS
 from tests.support.mcore.matrix import SEED, batches_of, whole
 from tests.support.mcore.megatron_flags import data_arguments
@@ -84,9 +85,8 @@ def test_a_model_that_gathers_its_logits_trains_as_one_that_does_not(tmp_path: P
     """Megatron's loss of whole logits is that of a shard plus the logarithm of the ranks."""
     data = write_documents(tmp_path / "data", LENGTHS, 120)
     flags = [*FLAGS, "--data-path", data, "--tensor-model-parallel-size", 2]
-    shards, gathered = (
-        train(tmp_path / "run", 2, *flags, iterations=1, change=change, tiny=TINY_ON_DOCUMENTS) for change in ("", "gathered")
-    )
+    run = partial(train, tmp_path / "run", 2, *flags, iterations=1, tiny=TINY_ON_DOCUMENTS)
+    shards, gathered = run(), run(change="gathered")
     assert (gathered.steps, gathered.weights) == (shards.steps, shards.weights)
 
 
@@ -95,8 +95,7 @@ def with_validation(folder: Path, data: str, schedule: str) -> tuple[dict[str, d
     folder.mkdir()
     flags = [*common_flags(3, CONTEXT, 4, validates=True), *shlex.split(MODELS["llama"]), "--data-path", data]
     flags += ["--seed", SEED, "--log-interval", 1, "--use-distributed-optimizer", "--epp-schedule", schedule]
-    done = launch(2, RECORDER, *flags, "--epp-report-dir", folder, env={"RECORD_TO": str(folder)})
-    assert done.returncode == 0, done.output[-5000:]
+    done = succeeded(launch(2, RECORDER, *flags, "--epp-report-dir", folder, env={"RECORD_TO": str(folder)}))
     return json.loads((folder / "rank1.json").read_text())["steps"], done.output
 
 
@@ -121,8 +120,6 @@ def test_a_batch_without_a_trained_token_is_reported_as_0_and_the_run_goes_on(tm
 
 
 class Model(torch.nn.Module):
-    """A model as far as its loss goes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.output_layer = torch.nn.Linear(1, 1)

@@ -22,9 +22,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Co
 
 
 @pytest.mark.parametrize("op", ["F", "B"])
-def test_a_packed_chunk_launches_no_more_kernels_than_megatrons_microbatch(
-    counts: dict[tuple[str, int], Counts], op: str
-) -> None:
+def test_a_packed_chunk_launches_no_more_kernels_than_a_microbatch(counts: dict[tuple[str, int], Counts], op: str) -> None:
     stock, packed = counts[f"{op} {MEGATRON}", 1], counts[op, 5]
     assert packed.launches <= stock.launches
     assert packed.ops <= 1.05 * stock.ops

@@ -49,23 +49,16 @@ class OtherOutput(ColumnParallelLinear):
 
 def arguments(tokens="auto", seq_length=2**20):
     return types.SimpleNamespace(
-        epp_loss_block_tokens=tokens,
-        epp_chunk_tokens=None,
-        seq_length=seq_length,
-        padded_vocab_size=1024,
-        tensor_model_parallel_size=2,
-        context_parallel_size=1,
-    )
+        epp_loss_block_tokens=tokens, epp_chunk_tokens=None, seq_length=seq_length, padded_vocab_size=1024,
+        tensor_model_parallel_size=2, context_parallel_size=1,
+    )  # fmt: skip
 
 
-def test_a_model_gets_the_blocks_that_the_flag_asks_for():
+def test_a_model_gets_the_blocks_that_the_flag_asks_for_and_their_workspace():
     assert block_loss(arguments(0), Model()) is None
     assert block_loss(arguments(100), Model()).block_tokens == 100
     assert block_loss(arguments(seq_length=2**20), Model()) is None
     assert block_loss(arguments(seq_length=2**20 + 1), Model()).block_tokens == 2**19
-
-
-def test_the_workspace_is_that_of_the_output_layer():
     sums, adds = (block_loss(arguments(100), Model(gradient_accumulation_fusion=fused)) for fused in (False, True))
     assert sums.workspace_bytes == 128 * (100 * (4 + 2) + 16 * (4 + 2))
     assert adds.workspace_bytes == 128 * (100 * (4 + 2) + 16 * 2)
@@ -147,14 +140,12 @@ def test_megatrons_loss_gets_shards_of_logits_and_a_loss_of_ones_own_what_it_was
     assert block_loss(arguments(100), MegatronsLoss(**GATHERS)).block_tokens == 100  # which gathers nothing
 
 
-@pytest.mark.parametrize(
-    ("model", "what"),
-    [(OwnForward(**GATHERS), "OwnForward has its own forward"), (MegatronsLoss(OtherOutput, **GATHERS), "a OtherOutput")],
-)
-def test_whole_logits_of_unknown_origin_are_refused_where_megatrons_loss_takes_a_shard(model, what):
-    says = rf"gathers its logits \(parallel_output=False; {what}\), and Megatron's loss .* a shard of 2 tensor-parallel ranks"
-    with pytest.raises(EppError, match=says):
-        shard_logits(model)
+def test_whole_logits_of_unknown_origin_are_refused_where_megatrons_loss_takes_a_shard():
+    says = r"gathers its logits \(parallel_output=False; {}\), and Megatron's loss .* a shard of 2 tensor-parallel ranks"
+    with pytest.raises(EppError, match=says.format("OwnForward has its own forward")):
+        shard_logits(OwnForward(**GATHERS))
+    with pytest.raises(EppError, match=says.format("a OtherOutput")):
+        shard_logits(MegatronsLoss(OtherOutput, **GATHERS))
 
 
 @pytest.fixture
@@ -205,9 +196,7 @@ def test_megatrons_fused_kernel_is_left_to_itself_where_it_is_asked_for_and_runs
         (100, "", 100, "--epp-loss-block-tokens is given too"),
     ],
 )
-def test_where_the_fused_kernel_cannot_run_or_blocks_are_asked_for_it_is_blocks(
-    fused_kernel, caplog, tokens, failure, blocks, why
-):
+def test_where_the_fused_kernel_cannot_run_or_blocks_are_asked_for_they_run(fused_kernel, caplog, tokens, failure, blocks, why):
     """However short sequences are: somebody wants no logits."""
     fused_kernel(failure)
     loss = block_loss(arguments(tokens, seq_length=8), Model(LinearCrossEntropyModule, fused=True))
@@ -244,10 +233,8 @@ def test_no_supported_release_has_a_choice_of_that_kernel():
 
 def test_times_of_an_ordinary_head_become_those_of_one_by_blocks_once():
     flags = load_flags("llama3-8b")
-    ordinary, by_blocks = (
-        analytic_profile(shape_of(flags | {"epp_loss_block_tokens": tokens}), H100).costs([16, 16]).stages[1]
-        for tokens in (0, 2048)
-    )
+    shapes = [shape_of(flags | {"epp_loss_block_tokens": tokens}) for tokens in (0, 2048)]
+    ordinary, by_blocks = (analytic_profile(shape, H100).costs([16, 16]).stages[1] for shape in shapes)
     product = ordinary.line_of_ends("weight")
     for found in (_by_blocks(ordinary, product, 7), _by_blocks(_by_blocks(ordinary, LinearTime(), 5), product, 7)):
         assert found.line_of_ends("backward").per_token_us == pytest.approx(by_blocks.line_of_ends("backward").per_token_us)

@@ -18,14 +18,9 @@ from megatron_epp.tools.formulas.library import Cluster
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(
-    ("free_gib", "reserved_gib", "room_gib"), [(60, 15, 74), (60.3, 15, 74.25), (74.99, 0, 73.75), (0.5, 0.5, 0), (0.2, 0, 0)]
-)
-def test_there_is_room_for_what_is_free_and_what_torch_has_less_a_margin(free_gib, reserved_gib, room_gib):
-    assert room_bytes(int(free_gib * GIB), int(reserved_gib * GIB)) == room_gib * GIB
-
-
-def test_a_little_more_or_less_that_is_free_makes_no_other_cap():
+def test_there_is_room_for_what_is_free_and_what_torch_has_less_a_margin_and_little_makes_no_other_cap():
+    for free_gib, reserved_gib, room_gib in (60, 15, 74), (60.3, 15, 74.25), (74.99, 0, 73.75), (0.5, 0.5, 0), (0.2, 0, 0):
+        assert room_bytes(int(free_gib * GIB), int(reserved_gib * GIB)) == room_gib * GIB
     assert len({room_bytes(60 * GIB + more, 15 * GIB) for more in range(0, GIB // 4, GIB // 64)}) == 1
     assert SETUP_MARGIN_BYTES == GIB
 
@@ -42,12 +37,10 @@ def device(monkeypatch):
     return left
 
 
-@pytest.mark.parametrize(
-    ("free_gib", "asked_gib", "cap_gib"), [(50, None, 72), (50, 70, 70), (50, 78, 75), (40, None, 65), (40, 70, 65)]
-)
-def test_a_cap_is_what_is_wanted_or_the_room_there_is(device, free_gib, asked_gib, cap_gib):
-    device.free, device.reserved = free_gib * GIB, 26 * GIB
-    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=asked_gib)) == cap_gib * GIB
+@pytest.mark.parametrize(("free", "asked", "cap"), [(50, None, 72), (50, 70, 70), (50, 78, 75), (40, None, 65), (40, 70, 65)])
+def test_a_cap_is_what_is_wanted_or_the_room_there_is(device, free, asked, cap):
+    device.free, device.reserved = free * GIB, 26 * GIB
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=asked)) == cap * GIB
 
 
 def test_without_a_cap_a_run_takes_as_much_of_a_device_as_the_command_line_plans_for(device):
@@ -56,11 +49,8 @@ def test_without_a_cap_a_run_takes_as_much_of_a_device_as_the_command_line_plans
 
 
 def run(monkeypatch, folder, *, position: int = 0, others=(), **changes) -> tuple[int, ...]:
-    """The caps of a run with two pipeline ranks that resumes what is in a folder, in GiB, and saves there.
-
-    Args:
-        position: of this rank, which is the first of the job.
-        others: position and cap of other ranks, in bytes.
+    """The caps of a run with two pipeline ranks that resumes what is in a folder, in GiB, and saves there. This rank is the
+    first of the job; of others there are position and cap in bytes.
     """
     monkeypatch.setattr(caps, "made_by_first", lambda make: make())
     monkeypatch.setattr(caps, "from_each_of_job", lambda mine: [mine, *others])
@@ -113,12 +103,9 @@ def test_caps_that_cannot_be_read_are_named(device, monkeypatch, tmp_path, caplo
     assert f"{tmp_path / caps.FILE_NAME} cannot be read" in caplog.text
 
 
-def test_on_a_cpu_nothing_is_kept(monkeypatch, tmp_path):
+def test_without_a_device_a_cap_is_what_is_asked_and_nothing_is_kept(monkeypatch, tmp_path):
     assert run(monkeypatch, tmp_path, others=OTHERS, epp_memory_cap_gb=0.5) == (0.5, 69)
     assert not any(tmp_path.iterdir())
-
-
-def test_without_a_device_a_cap_is_what_is_asked():
     assert caps.cap_bytes(Namespace(epp_memory_cap_gb=None)) == UNLIMITED_BYTES
     assert caps.cap_bytes(Namespace(epp_memory_cap_gb=0.5)) == GIB // 2
 
@@ -133,7 +120,5 @@ def test_a_cap_that_was_asked_for_and_is_lowered_is_a_warning_with_the_numbers(d
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     asked, default = (record.getMessage() for record in caplog.records)
     assert "--epp-memory-cap-gb, 70.00 GiB, is more than" in asked
-    assert (
-        "plans fill 65.00, 70.00 GiB on pipeline ranks 0 to 1 (free memory and what torch has reserved, less 1.00 GiB)" in asked
-    )
+    assert "fill 65.00, 70.00 GiB on pipeline ranks 0 to 1 (free memory and what torch has reserved, less 1.00 GiB)" in asked
     assert "90% of the device's memory, 72.00 GiB" in default

@@ -14,7 +14,7 @@ from megatron_epp.mcore.training.nccl_settings import link_options, link_setting
 from megatron_epp.plan import EppError
 from megatron_epp.plan.communicators import directions, link_ctas, most_links
 from megatron_epp.plan.placement import Placement
-from tests.support.mcore.forked import job
+from tests.support.mcore.forked import job, returned
 
 SMS = (132, 114, 108, 80, 46)
 """Multiprocessors of H100 SXM and PCIe, A100, V100, and a smaller one."""
@@ -124,9 +124,7 @@ def test_there_are_no_options_for_another_backend(monkeypatch):
 
 def test_training_runs_collectives_only_on_groups_that_have_run_one_before(tmp_path):
     """So that their communicators have their memory before caps are set."""
-    finished = job(1, "collectives", folder=tmp_path, timeout_s=400)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
+    found = returned(job(1, "collectives", folder=tmp_path, timeout_s=400))
     assert [len(ranks) for ranks in found.values()] == [4, 4], found
     for rank in (rank for ranks in found.values() for rank in ranks):
         assert rank["strange"] == []

@@ -22,6 +22,7 @@ MODELS = {
     "gpt2": ["--position-embedding-type", "learned_absolute"],
 }
 CUT, END = 2, 5
+RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 
 
 @dataclass(frozen=True)
@@ -101,23 +102,17 @@ for name in cpu._FACTORIES:
     make = getattr(torch, name)
     for device, used in asked.items():
         for like, source in likes.items():
-            argument = source if name == "empty_like" else 2
-            followed = like if name == "empty_like" else used
-            found = {
-                "argument": make(argument, device=device).device.type,
-                "pinned": make(argument, device=device, pin_memory=True).device.type,
-                "device": make(argument, device=torch.device(device)).device.type,
-                "context": in_context(device, lambda: make(argument)).device.type,
-                "default": by_default(device, lambda: make(argument)).device.type,
-                "argument in a context": in_context("meta", lambda: make(argument, device=device)).device.type,
-                "none": make(argument).device.type,
-            }
-            expected = {
-                "argument": used, "pinned": used, "device": used, "context": followed, "default": followed,
-                "argument in a context": used,
-                "none": like if name == "empty_like" else "cpu",
-            }
-            assert found == expected, (name, device, like, found)
+            argument, followed, none = (source, like, like) if name == "empty_like" else (2, used, "cpu")
+            for tensor, expected in (
+                (make(argument, device=device), used),
+                (make(argument, device=device, pin_memory=True), used),
+                (make(argument, device=torch.device(device)), used),
+                (in_context(device, lambda: make(argument)), followed),
+                (by_default(device, lambda: make(argument)), followed),
+                (in_context("meta", lambda: make(argument, device=device)), used),
+                (make(argument), none),
+            ):
+                assert tensor.device.type == expected, (name, device, like)
 
 assert in_context("meta", lambda: torch.nn.Linear(2, 2)).to_empty(device="cuda").weight.device.type == "cpu"
 module = {"__name__": "megatron.core", "torch": torch, "meta": likes["meta"]}
@@ -141,16 +136,11 @@ def test_it_trains_and_evaluates(references: dict[str, Reference]) -> None:
     [
         ("llama", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
         pytest.param("llama", 2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
-        (  # the embedding is shared by both stages
-            "gpt2",
-            2,
-            "--pipeline-model-parallel-size 2 --calculate-per-token-loss "
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-        ),
+        ("gpt2", 2, f"--pipeline-model-parallel-size 2 --calculate-per-token-loss {RECOMPUTE} block"),  # a shared embedding
         ("llama", 4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
     ],
 )
-def test_the_losses_do_not_depend_on_how_the_model_is_spread(
+def test_losses_do_not_depend_on_ranks(
     references: dict[str, Reference], tmp_path: Path, model: str, num_processes: int, flags: str
 ) -> None:
     spread = references[model].resume(tmp_path, num_processes, *flags.split())
@@ -161,13 +151,8 @@ def test_the_losses_do_not_depend_on_how_the_model_is_spread(
         assert difference < 1e-5
 
 
-DATA_PARALLEL = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-
-
-def test_two_replicas_with_the_distributed_optimizer_train_alike_and_resume_exactly(
-    references: dict[str, Reference], tmp_path: Path
-) -> None:
-    flags = [*MODELS["llama"], *DATA_PARALLEL]
+def test_two_replicas_with_the_distributed_optimizer_resume_exactly(references: dict[str, Reference], tmp_path: Path) -> None:
+    flags = [*MODELS["llama"], "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     whole = save_at_cut(tmp_path, 2, *flags)
     for iteration, loss in references["llama"].run.losses.items():
         assert whole.losses[iteration] == pytest.approx(loss, rel=1e-5)
@@ -176,14 +161,10 @@ def test_two_replicas_with_the_distributed_optimizer_train_alike_and_resume_exac
     assert resumed.weights == whole.weights
 
 
-DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-
 def test_with_dropout_recomputation_repeats_the_same_masks_and_a_resumed_run_draws_the_same_ones(tmp_path: Path) -> None:
-    flags = f"--pipeline-model-parallel-size 2 --bf16 {DROPOUT}".split()
+    flags = ["--pipeline-model-parallel-size", "2", "--bf16", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     plain = save_at_cut(tmp_path, 2, *flags)
-    recomputed = train(tmp_path / "recomputed", 2, *flags, *RECOMPUTE.split(), iterations=END)
+    recomputed = train(tmp_path / "recomputed", 2, *flags, *RECOMPUTE.split(), "uniform", iterations=END)
     assert recomputed.losses == plain.losses
     resumed = train(tmp_path / "resumed", 2, *flags, "--load", tmp_path / "checkpoints", iterations=END)
     assert after_cut(resumed) == after_cut(plain)

@@ -22,7 +22,7 @@ def warned(caplog, *epp, **flags):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_flags_that_change_nothing_are_named_in_a_line(caplog):
+def test_flags_that_are_given_and_change_nothing_are_named_in_a_line_on_rank_0(caplog):
     (line,) = warned(caplog, reset_position_ids=True, reset_attention_mask=True, create_attention_mask_in_dataloader=False)
     assert "--reset-position-ids, --reset-attention-mask, --no-create-attention-mask-in-dataloader" in line
     (line,) = warned(caplog, data_cache_path="cache", num_dataset_builder_threads=4)
@@ -31,15 +31,12 @@ def test_flags_that_change_nothing_are_named_in_a_line(caplog):
     assert "--eod-mask-loss" in line
     (line,) = warned(caplog, "--epp-documents", "stream", data_cache_path="cache", num_workers=7, eod_mask_loss=True)
     assert line.startswith("--epp makes no use of --num-workers: ")
-
-
-def test_nothing_is_said_of_flags_that_are_not_given_nor_on_other_ranks(caplog):
     assert warned(caplog) == []
     assert warned(caplog, num_workers=2, mid_level_dataset_surplus=0.005, create_attention_mask_in_dataloader=True) == []
     assert warned(caplog, rank=1, reset_position_ids=True) == []
 
 
-SAVED = {"save": "runs", "use_distributed_optimizer": True}
+SAVED, EXPERTS = {"save": "runs", "use_distributed_optimizer": True}, {"num_experts": 4, "expert_model_parallel_size": 2}
 RESHARDABLE = SAVED | {"dist_ckpt_optim_fully_reshardable": True}
 
 
@@ -47,11 +44,7 @@ RESHARDABLE = SAVED | {"dist_ckpt_optim_fully_reshardable": True}
     ("flags", "others", "says"),
     [
         (SAVED, {"save": "runs"}, "--dist-ckpt-optim-fully-reshardable keeps it for every layout"),
-        (
-            RESHARDABLE | {"num_experts": 4, "expert_model_parallel_size": 2},
-            RESHARDABLE,
-            "optimizer state saved with --expert-model-parallel-size 2 loads only with 2 or more",
-        ),
+        (RESHARDABLE | EXPERTS, RESHARDABLE, "state saved with --expert-model-parallel-size 2 loads only with 2 or more"),
         (RESHARDABLE | {"overlap_grad_reduce": True}, RESHARDABLE, "saves wrong optimizer state for --dist-ckpt-optim-fully"),
     ],
 )
@@ -84,11 +77,13 @@ def checkpoint(**changes):
     return argparse.Namespace(**{name: value for name, value in values.items() if value != "gone"})
 
 
-def test_a_run_that_changes_nothing_of_the_order_resumes_without_a_word(caplog):
+def test_a_run_that_changes_nothing_of_the_order_or_is_of_megatrons_own_training_resumes_without_a_word(caplog):
     check_order(checkpoint(), checkpoint())
     truncated = checkpoint(epp_documents="truncate")
     check_order(truncated, checkpoint(epp_documents="truncate", seq_length=128))  # shorter ones are the same, in the same order
     assert not caplog.records
+    check_order(checkpoint(epp=False, epp_documents="gone"), checkpoint(seed=7))
+    check_order(checkpoint(epp="gone", epp_documents="gone"), checkpoint(seed=7))
 
 
 @pytest.mark.parametrize("changed", [{"seed": 2}, {"split": "100,0,0"}, {"seq_length": 128}], ids=str)
@@ -100,8 +95,3 @@ def test_what_changes_the_order_of_sequences_is_named(caplog, changed):
             check_order(checkpoint(epp_documents=how), checkpoint(epp_documents=how, rank=rank, **changed))
         (line,) = [record.getMessage() for record in caplog.records]
         assert f"--{name.replace('_', '-')} was {getattr(checkpoint(), name)} and is {value}: sequences come in another" in line
-
-
-def test_a_checkpoint_of_megatrons_own_training_is_not_compared():
-    check_order(checkpoint(epp=False, epp_documents="gone"), checkpoint(seed=7))
-    check_order(checkpoint(epp="gone", epp_documents="gone"), checkpoint(seed=7))

@@ -27,7 +27,6 @@ LAPTOP = "laptop"
 
 
 def blocks(page, language):
-    """Return the text of a language's fenced blocks, with the word behind it."""
     pattern = rf"^```{language} ?(\w*)\n(.*?)^```"
     return [(mark, body) for mark, body in re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)]
 
@@ -55,11 +54,8 @@ PARSERS = WRITER["commands"]() | {"pretrain_gpt.py": add_epp_args(argparse.Argum
 
 @pytest.mark.parametrize("command", PARSERS)
 def test_every_value_that_may_be_left_out_has_its_default_stated(command):
-    values = [action for action in PARSERS[command]._actions if action.option_strings and action.nargs != 0]
-    unsaid = [
-        a.option_strings[0] for a in values if not a.required and not re.search(r"(?i)default|%\(|Without it", a.help or "")
-    ]
-    assert not unsaid
+    values = [a for a in PARSERS[command]._actions if a.option_strings and a.nargs != 0 and not a.required]
+    assert [a.option_strings[0] for a in values if not re.search(r"(?i)default|%\(|Without it", a.help or "")] == []
 
 
 def _is_long(block):
@@ -77,26 +73,20 @@ def anywhere(tmp_path_factory):
     for needed in ("configs", "docs", "scripts", "megatron_epp"):
         (folder / needed).symlink_to(ROOT / needed)
     (folder / "bin").mkdir()
-    for command, program in {
-        "megatron-epp": f"{sys.executable} -m megatron_epp.tools.cli.main",
-        "python": sys.executable,
-    }.items():
-        (folder / "bin" / command).write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}:$PYTHONPATH" exec {program} "$@"\n')
+    for command, module in {"megatron-epp": "-m megatron_epp.tools.cli.main", "python": ""}.items():
+        start = f'PYTHONPATH="{ROOT}:$PYTHONPATH" exec {sys.executable} {module} "$@"'
+        (folder / "bin" / command).write_text(f"#!/bin/sh\n{start}\n")
         (folder / "bin" / command).chmod(0o755)
     return folder
 
 
+def _marks(page, body):
+    return () if page.stem == "first-hour" and not _is_long(body) else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("page", "block"),
-    [
-        pytest.param(
-            page,
-            body,
-            id=f"{page.stem}: {body.splitlines()[0]}",
-            marks=() if page.stem == "first-hour" and not _is_long(body) else pytest.mark.slow,
-        )
-        for page, body in RUNNABLE
-    ],
+    [pytest.param(page, body, id=f"{page.stem}: {body.splitlines()[0]}", marks=_marks(page, body)) for page, body in RUNNABLE],
 )
 def test_a_block_for_a_laptop_runs(page, block, anywhere, monkeypatch):
     shell, plain = _parts(block)
@@ -117,9 +107,8 @@ def _parts(block):
     lines = block.splitlines(keepends=True)
     first = next((at for at, line in enumerate(lines) if line.startswith("megatron-epp ")), len(lines))
     plain = [line.partition("#")[0].strip() for line in lines[first:]]
-    if "cd " not in "".join(lines[:first]) and all(
-        line.startswith("megatron-epp ") and not re.search(r"[|<>$&;\\*]| train ", line) for line in plain
-    ):
+    are_ours = all(line.startswith("megatron-epp ") and not re.search(r"[|<>$&;\\*]| train ", line) for line in plain)
+    if "cd " not in "".join(lines[:first]) and are_ours:
         return "".join(lines[:first]), plain
     return block, []
 

@@ -51,27 +51,23 @@ def test_splits_are_disjoint_and_leave_nothing_out(pair, split):
     assert [label for sequence in seen for label in sequence[1:]] == [label for document in DOCUMENTS for label in document[1:]]
 
 
-@pytest.mark.parametrize(
-    ("split", "num_documents", "expected"), [("1,1,1", 5, [2, 1, 2]), ("80,15,5", 10, [8, 2, None]), ("98,1,1", 77, [75, 1, 1])]
-)
+ROUNDED = [("1,1,1", 5, [2, 1, 2]), ("80,15,5", 10, [8, 2, None]), ("98,1,1", 77, [75, 1, 1])]
+
+
+@pytest.mark.parametrize(("split", "num_documents", "expected"), ROUNDED)
 def test_split_edges_are_rounded_as_megatron_rounds_them(tmp_path, split, num_documents, expected):
     prefix = write_pair(tmp_path / "corpus", documents_of([5] * num_documents))
     splits = splits_of(data_arguments(data_path=[prefix], split=split), (1, 1, 1))
     assert [each and len(each[0]) for each in splits] == expected
 
 
-def test_training_resumes_from_consumed_samples(pair):
+def test_training_and_validation_resume_and_a_run_without_training_validates_from_the_start(pair):
     whole, resumed = (iterators(data_arguments(data_path=[pair], consumed_train_samples=n))[0] for n in (0, 18))
     expected = drawn(whole, 20)
     assert drawn(resumed, 17) == expected[3:]
     close(whole, resumed)
-
-
-def test_validation_resumes_and_a_run_without_training_validates_from_the_start(pair):
-    start, resumed, only_eval = (
-        iterators(data_arguments(data_path=[pair], consumed_valid_samples=n, skip_train=skip))[1]
-        for n, skip in ((0, False), (8, False), (8, True))
-    )
+    consumed = [{"consumed_valid_samples": n, "skip_train": skip} for n, skip in ((0, False), (8, False), (8, True))]
+    start, resumed, only_eval = (iterators(data_arguments(data_path=[pair], **own))[1] for own in consumed)
     expected = drawn(start, 4)
     assert drawn(resumed, 2) == expected[2:]
     assert drawn(only_eval, 4) == expected
@@ -138,10 +134,7 @@ def test_data_paths_of_their_own_leave_the_split_without_effect_which_is_said(pa
 
 def sources_of(tmp_path, sizes):
     """Files whose every token is the number of the file, so that a token tells its source."""
-    return [
-        write_pair(tmp_path / f"source{number}", [np.full(4 + i, number) for i in range(size)])
-        for number, size in enumerate(sizes)
-    ]
+    return [write_pair(tmp_path / f"source{n}", [np.full(4 + i, n) for i in range(size)]) for n, size in enumerate(sizes)]
 
 
 def blend_of(**given):

@@ -86,12 +86,8 @@ def test_documents_that_train_nothing_are_skipped_counted_and_logged_once(tmp_pa
         dataset = DocumentDataset(prefix, context_limit=20)
     assert dataset.num_skipped == 5
     assert dataset.lengths.tolist() == [4, 1, 20, 9]
-    assert [dataset.tokens(i).tolist() for i in range(4)] == [
-        documents[1].tolist(),
-        documents[4].tolist(),
-        documents[6][:21].tolist(),
-        documents[6][20:].tolist(),
-    ]
+    parts = documents[1], documents[4], documents[6][:21], documents[6][20:]
+    assert [dataset.tokens(i).tolist() for i in range(4)] == [part.tolist() for part in parts]
     (line,) = said(caplog, logging.INFO)
     assert "3 documents are 4 sequences, 5 skipped (fewer than 2 tokens), 1 longer than --seq-length 20 split" in line
     assert "min 1, median 6, max 20" in line
@@ -164,10 +160,7 @@ BREAKAGES = {
     "another corpus's index": (lambda p: swap_index(p), r"but .*corpus\.idx describes"),
     "no documents": (lambda p: write_pair(p, []), "holds no documents"),
     "only empty documents": (lambda p: write_pair(p, documents_of([0, 0])), r"corpus\.bin is empty"),
-    "only short documents": (
-        lambda p: write_pair(p, documents_of([1, 0, 1])),
-        r"all 3 train documents of .* fewer than 2 tokens",
-    ),
+    "only short documents": (lambda p: write_pair(p, documents_of([1, 0, 1])), r"all 3 train documents .* fewer than 2 tokens"),
 }
 
 

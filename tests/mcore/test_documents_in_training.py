@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -16,10 +17,8 @@ CONTEXT, BATCH = 32, 8
 NUM_TOKENS = [100, 33, 2, 70, 9, 34, 300, 1, 64, 5, 31, 65, 41, 7, 12]
 """Lengths of the documents, which make 32 sequences."""
 EPOCH = 4
-"""Iterations."""
-FLAGS = shlex.split(
-    "--vocab-size 1024 --split 100,0,0 --eval-iters 0 --lr-decay-iters 100 --pipeline-model-parallel-size 2 --epp"
-)
+FLAGS = shlex.split("--vocab-size 1024 --split 100,0,0 --eval-iters 0 --lr-decay-iters 100 --pipeline-model-parallel-size 2")
+FLAGS += ["--epp"]
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +113,14 @@ def test_megatrons_own_samples_train_as_without_epp_and_a_run_goes_on_from_its_c
     given = shlex.split("--split 80,20,0 --pipeline-model-parallel-size 2 --calculate-per-token-loss --eval-interval 2")
     given += ["--vocab-size", 1024, "--lr-decay-iters", 100, "--eod-mask-loss", "--data-path", data]
     stream, saved = ["--epp", *EVEN, "--epp-documents", "stream", "--epp-slices", 3], tmp_path / "saved"
-    stock, ours = (
-        train(tmp_path / "run", 2, *given, *flags, iterations=3, tiny=TINY_ON_DOCUMENTS)
-        for flags in (["--save", saved, "--save-interval", 2], stream)
-    )
+    run = partial(train, tmp_path / "run", 2, *given, iterations=3, tiny=TINY_ON_DOCUMENTS)
+    stock, ours = run("--save", saved, "--save-interval", 2), run(*stream)
     assert len(stock.steps) == 3
     for number, step in stock.steps.items():
         assert ours.steps[number] == pytest.approx(step, rel=1e-5)
-    validated, expected = (re.findall(r"validation loss at .* lm loss value: (\S+)", run.output) for run in (ours, stock))
+    validated, expected = (re.findall(r"validation loss at .* lm loss value: (\S+)", own.output) for own in (ours, stock))
     assert len(expected) > 0
     assert [*map(float, validated)] == pytest.approx([*map(float, expected)], rel=1e-5)
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = train(tmp_path / "run", 2, *given, *stream, "--load", saved, iterations=3, tiny=TINY_ON_DOCUMENTS)
+    resumed = run(*stream, "--load", saved)
     assert resumed.steps == {3: pytest.approx(stock.steps[3], rel=1e-5)}

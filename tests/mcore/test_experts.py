@@ -1,4 +1,4 @@
-"""The routers' own losses, in backward and in Megatron's log, and the copies of tokens that are with their experts."""
+"""The routers' own losses, in backward and Megatron's log; experts' copies of tokens, and the buffers they are exchanged by."""
 
 from types import SimpleNamespace
 
@@ -11,6 +11,7 @@ from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import document_schedule as forward_backward
 from megatron_epp.mcore.model.losses import average_router_losses, scale_added_losses
 from tests.mcore.test_activations import EXPERTS, GROUPED, LLAMA, SIZES, small
+from tests.support.mcore import worker
 from tests.support.mcore.forked import job, of_ranks
 
 
@@ -21,9 +22,8 @@ def scaler(monkeypatch):
 
 
 def scaled(scaler, **config):
-    scale_added_losses(
-        SimpleNamespace(**({"num_moe_experts": 4, "mtp_num_layers": None} | {"grad_scale_func": None} | config)), torch.zeros(3)
-    )
+    usual = {"num_moe_experts": 4, "mtp_num_layers": None, "grad_scale_func": None}
+    scale_added_losses(SimpleNamespace(**usual | config), torch.zeros(3))
     return scaler.main_loss_backward_scale
 
 
@@ -31,9 +31,6 @@ def test_router_losses_have_the_scale_of_the_main_loss(scaler):
     assert scaled(scaler).tolist() == [1.0]
     assert scaled(scaler, grad_scale_func=lambda loss: 512 * loss).tolist() == [512.0]
     assert scaled(scaler, grad_scale_func=lambda loss: 512 * loss, moe_grad_scale_func=lambda: 2.0).tolist() == [2.0]
-
-
-def test_a_dense_model_has_no_such_scale(scaler):
     assert scaled(scaler, num_moe_experts=None) is None
 
 
@@ -76,6 +73,21 @@ TOLERANCE = 0.05
 
 
 def test_a_forward_holds_the_copies_that_plans_count():
-    figures, _ = of_ranks(job(2, "dispatches", cases=list(CASES.values())))
+    figures, _ = of_ranks(job(2, "activations:dispatched", cases=list(CASES.values())))
     for name, (planned, measured) in zip(CASES, figures, strict=True):
         assert measured == pytest.approx(planned, rel=TOLERANCE), name
+
+
+CHUNK_TOKENS = [(9, 30), (31, 2), (5, 33), (7, 7), (7, 7), (7, 7)]
+"""Tokens of two ranks in the largest chunks of their plans, by iteration."""
+TOKEN_BYTES = 2 * 16 * 4
+SPARE = [(0, 0), (0, 0), (0, 0), (28 * TOKEN_BYTES, 1 << 60), (1 << 60, 28 * TOKEN_BYTES - 1), (0, 0)]
+"""Bytes that their plans leave of their caps."""
+
+
+def test_deepeps_buffer_is_there_first_and_hybrideps_changes_between_iterations_where_a_rank_has_no_room():
+    """In steps of 4 tokens, as the stand-in's exchanges have them. Other dispatchers have none."""
+    for of_rank in worker.call(2, "tests.support.mcore.jobs.exchanges:buffers", sizes=CHUNK_TOKENS, spare=SPARE):
+        assert of_rank["deepep"] == {"num_bytes": TOKEN_BYTES, "is taken": True, "reserves": False}
+        assert of_rank["hybridep"] == {"sizes": [32, 32, 36, 36, 8, 8], "num buffers": 3, "allocates": False}
+        assert not of_rank["alltoall"]

@@ -154,12 +154,10 @@ def test_devices_are_what_the_launcher_starts_or_one_replica(launcher, sizes, de
 
 
 def test_a_users_own_launch_is_planned_and_flags_that_a_plan_cannot_honour_are_listed(ran):
-    launch = shlex.split(
-        "torchrun --nproc-per-node 2 train.py --my-flag 7 --pipeline-model-parallel-size 2 --global-batch-size 4"
-    )
-    code, report, printed = ran(
-        "--steps", "plan", "--lengths", "4000,900,40,7", "--", *launch, *MODEL, "--recompute-granularity", "full", "--sft"
-    )
+    own = "--my-flag 7 --pipeline-model-parallel-size 2 --global-batch-size 4"
+    launch = shlex.split(f"torchrun --nproc-per-node 2 train.py {own}")
+    refused = "--recompute-granularity", "full", "--sft"
+    code, report, printed = ran("--steps", "plan", "--lengths", "4000,900,40,7", "--", *launch, *MODEL, *refused)
     assert code == 0
     assert report["launch"][:3] == ["torchrun", "--nproc-per-node", "2"]
     assert "TP 1 CP 1 PP 2 DP 1; costs by formula for h100x8" in printed

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from tests.mcore.test_samples import TOLERANCE as OF_SLICES
-from tests.mcore.test_user_microbatches import TOLERANCE, worst_of
-from tests.mcore.test_user_weights_and_offload import PLANNED, TIMES
+from tests.mcore.test_user_microbatches import PLANNED, TIMES, TOLERANCE, worst_of
 from tests.mcore.test_ways_in import epp_flags
-from tests.support.mcore.forked import job, launch, of_ranks
+from tests.support.mcore.forked import job, launch, of_ranks, succeeded
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.jobs.samples import LENGTHS
 
@@ -35,13 +34,9 @@ APART: dict[str, Any] = {"split_weight_gradient": True}
         pytest.param("adapters", 2, 4, TIGHT, id="two stages per rank", marks=SLOW),
     ],
 )
-def test_layers_that_recompute_under_a_cap_give_adapters_their_gradients(
-    part: str, ranks: int, stages: int, settings: dict[str, Any]
-) -> None:
-    lengths = UNEVEN if ranks == stages else EVEN
-    finished = job(
-        ranks, "frameworks:compared", stages=stages, lengths=lengths, settings=settings, us_per_token=TIMES, part=part
-    )
+def test_recomputed_layers_give_adapters_their_gradients(part: str, ranks: int, stages: int, settings: dict[str, Any]) -> None:
+    given = {"lengths": UNEVEN if ranks == stages else EVEN, "settings": settings, "us_per_token": TIMES, "part": part}
+    finished = job(ranks, "frameworks:compared", stages=stages, **given)
     found = of_ranks(finished)
     assert worst_of(found) < TOLERANCE
     assert all(one["num_gradients"] > 0 for one in found)
@@ -104,8 +99,7 @@ def test_parameters_that_are_frozen_or_freed_after_the_first_iteration_are_told(
 @pytest.mark.parametrize("flags", [[], ["--epp-trained-parameters", "5000"]])
 def test_layers_chosen_before_there_is_a_model_ask_how_much_trains(tmp_path: Path, flags: list[str]) -> None:
     part = "--epp-layout", "balanced", "--spec", "tests.support.mcore.adapters", "adapters", "--train-iters", "1"
-    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *epp_flags(tmp_path, 2), *part, *flags)
-    assert finished.returncode == 0, finished.output[-3000:]
+    finished = succeeded(launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *epp_flags(tmp_path, 2), *part, *flags))
     told = "--epp-layout balanced chose the layers of stages as if all parameters trained, and some are frozen"
     assert finished.output.count(told) == (not flags)
 

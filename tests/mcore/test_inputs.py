@@ -6,20 +6,14 @@ from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.inputs import LENGTHS
 
 TOLERANCE = 1e-5
-LAYOUTS = [
-    pytest.param(
-        4, {"axes": 3, "tensor_parallel": 2, "sequence_parallel": True, "feature_layers": 1}, id="tensor and sequence parallel"
-    ),
-    pytest.param(2, {"frozen": "vision_model"}, id="a frozen tower"),
-    pytest.param(
-        2,
-        {"frozen": "language_model", "plans": {"recompute": 1}, "feature_layers": 2},
-        id="a frozen language model, recompute, features behind layers",
-    ),
-]
+LAYOUTS = {
+    "tensor and sequence parallel": (4, {"axes": 3, "tensor_parallel": 2, "sequence_parallel": True, "feature_layers": 1}),
+    "a frozen tower": (2, {"frozen": "vision_model"}),
+    "a frozen language model": (2, {"frozen": "language_model", "plans": {"recompute": 1}, "feature_layers": 2}),
+}
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("num_ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS)
 def test_slices_with_pictures_have_the_gradients_of_whole_samples(num_ranks, layout):
     assert_equal(num_ranks, layout)
 
@@ -32,15 +26,9 @@ def of_two_stages(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param({"context_parallel": 2}, id="context parallel"),
-        # Megatron's own schedule would wait for gradients of the tower, which its last microbatch does not have.
-        pytest.param({"replicas": 2, "overlaps": True}, id="replicas, gradients reduced early"),
-    ],
-)
+@pytest.mark.parametrize("layout", [{"context_parallel": 2}, {"replicas": 2, "overlaps": True}], ids=str)
 def test_layouts_that_megatron_cannot_run_here_have_the_gradients_of_whole_samples_in_others(of_two_stages, layout):
+    """Its schedule would wait for early gradients of the tower, which a replica's last microbatch does not have."""
     assert_equal(4, {"axes": 3, "read": of_two_stages, **layout})
 
 

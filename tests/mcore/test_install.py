@@ -62,12 +62,10 @@ class OwnAttention(DotProductAttention):
     """Somebody's own."""
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [OwnAttention, ModuleSpec(OwnAttention), functools.partial(OwnAttention), ModuleSpec((__name__, "OwnAttention"))],
-)
-def test_a_core_attention_that_is_not_megatrons_is_refused_by_name(attention):
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = attention
-    with pytest.raises(EppError, match="in the place of OwnAttention, which is not Megatron's"):
-        relayed(spec)
+def test_a_core_attention_that_is_not_megatrons_is_refused_by_name():
+    specs = ModuleSpec(OwnAttention), ModuleSpec((__name__, "OwnAttention"))
+    for attention in (OwnAttention, functools.partial(OwnAttention), *specs):
+        spec = get_gpt_layer_local_spec()
+        spec.submodules.self_attention.submodules.core_attention = attention
+        with pytest.raises(EppError, match="in the place of OwnAttention, which is not Megatron's"):
+            relayed(spec)

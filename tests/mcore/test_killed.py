@@ -14,11 +14,10 @@ import pytest
 
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
 from tests.support.mcore import interruptions
+from tests.support.mcore.interruptions import TORCHRUN, alive, files
 from tests.support.mcore.launch import ENVIRONMENT, TINY
-from tests.support.mcore.leftovers import alive, files
 
 LIMIT_S = 240
-TORCHRUN = [sys.executable, "-m", "megatron_epp.tools.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
 TRAINING = ["-m", "megatron_epp.mcore.pretrain_gpt", *TINY, "--pipeline-model-parallel-size", "2", "--train-iters", "100000"]
 SAVED = "latest_checkpointed_iteration.txt"
 WITH_MANAGER = """
@@ -53,7 +52,7 @@ def wait_until(happened: Callable[[], object], tell: Callable[[], object]) -> No
 def run(temporary: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
     """A training that has saved a checkpoint, and so has helper processes: its launcher and its ranks."""
     log = tmp_path / "log"
-    command = [*TORCHRUN, *TRAINING, "--save", str(tmp_path / "saved"), "--save-interval", "3"]
+    command = [*TORCHRUN, "--nproc-per-node", "2", *TRAINING, "--save", str(tmp_path / "saved"), "--save-interval", "3"]
     with log.open("wb") as output:
         launcher = subprocess.Popen(command, env=environment(temporary), stdout=output, stderr=output)
     try:
@@ -71,7 +70,7 @@ def run(temporary: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[byte
 
 @pytest.mark.slow  # starts Megatron under a launcher; by default small processes do it in `test_launch_lifetime.py`
 @pytest.mark.parametrize("killed", ["a rank, then the launcher", "the launcher alone, with a rank that is stopped"])
-def test_no_process_of_a_killed_run_lives_on(
+def test_a_killed_run_ends(
     killed: str, run: tuple[subprocess.Popen[bytes], list[psutil.Process]], temporary: Path, tmp_path: Path
 ) -> None:
     launcher, ranks = run
@@ -84,14 +83,12 @@ def test_no_process_of_a_killed_run_lives_on(
     wait_until(lambda: not alive(temporary), lambda: [process.cmdline() for process in alive(temporary)])
     script = tmp_path / "script.py"
     script.touch()
-    subprocess.run([*TORCHRUN, str(script)], env=environment(temporary), check=True, timeout=LIMIT_S)
+    subprocess.run([*TORCHRUN, "--nproc-per-node", "2", str(script)], env=environment(temporary), check=True, timeout=LIMIT_S)
     assert files(temporary) == []
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_without_a_launcher_a_helper_ends_when_its_rank_is_killed_and_takes_its_folder_along(
-    method: str, temporary: Path
-) -> None:
+def test_without_a_launcher_a_helper_ends_with_its_killed_rank_and_leaves_no_folder(method: str, temporary: Path) -> None:
     variables = {name: value for name, value in environment(temporary).items() if name != FOLDER_VARIABLE}
     program = [sys.executable, "-c", WITH_MANAGER.format(method=method)]
     rank = subprocess.run(program, env=variables, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)

@@ -19,10 +19,8 @@ from megatron_epp.tools.formulas.of_run import model_shape
 from tests.mcore.test_refusals import arguments
 from tests.support.mcore.asking import ask_here
 
-LATENT = (
-    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 32 --qk-pos-emb-head-dim 4 --v-head-dim 32 "
-    "--pipeline-model-parallel-size 2 --seq-length 4096 --global-batch-size 2"
-)
+LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 32 --qk-pos-emb-head-dim 4 --v-head-dim 32 "
+LATENT += "--pipeline-model-parallel-size 2 --seq-length 4096 --global-batch-size 2"
 
 
 def run_of(flags: str, **values: Any) -> argparse.Namespace:
@@ -51,9 +49,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{LATENT} --epp-memory-cap-gb 0.02 --skip-train", "off"),
     ],
 )
-def test_latents_are_handed_on_where_plans_are_faster_with_them(
-    alone: None, flags: str, settled: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_latents_are_handed_on_where_faster(alone: None, flags: str, settled: str, caplog: pytest.LogCaptureFixture) -> None:
     args = run_of(flags)
     with caplog.at_level("INFO"):
         auto_choices.settle_latents(args)
@@ -90,12 +86,9 @@ def pipeline_costs(choice: str) -> PipelineCosts:
 def test_the_norm_that_a_layer_fuses_is_applied_to_the_latents(normalization: str, zero_centered: bool) -> None:
     x, weight, bias = torch.randn(5, 8), torch.randn(8), torch.randn(8)
     linear = SimpleNamespace(
-        layer_norm_weight=weight - 1 if zero_centered else weight,
-        layer_norm_bias=bias,
-        zero_centered_gamma=zero_centered,
-        normalization=normalization,
-        eps=1e-3,
-    )
+        layer_norm_weight=weight - 1 if zero_centered else weight, layer_norm_bias=bias, zero_centered_gamma=zero_centered,
+        normalization=normalization, eps=1e-3,
+    )  # fmt: skip
     centered = x if normalization == "RMSNorm" else x - x.mean(1, keepdim=True)
     expected = centered / (centered.square().mean(1, keepdim=True) + 1e-3).sqrt() * weight
     expected = expected if normalization == "RMSNorm" else expected + bias

@@ -21,7 +21,7 @@ from megatron_epp.tools.formulas import of_run as formulas
 from tests.mcore.test_refusals import arguments as of_run
 from tests.mcore.test_resume import losses
 from tests.support.mcore.asking import ask_here
-from tests.support.mcore.forked import launch
+from tests.support.mcore.forked import launch, succeeded
 from tests.support.mcore.launch import CHOOSING, PLANNED
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -33,10 +33,29 @@ FLAGS = shlex.split(
 )
 
 
+LESS = "less time than Megatron's layers for batches like the first 8"
+MODEL = "--seq-length 8192 --hidden-size 4096 --num-layers 24 --pipeline-model-parallel-size 4 --global-batch-size 2"
+SMALL = "--seq-length 8192 --hidden-size 1024 --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 4"
+
+
+def about_to_build(model: str, *flags: str) -> argparse.Namespace:
+    args = of_run(*model.split(), *flags, processes=4 if model == MODEL else 2)
+    prepare_epp_args(args)
+    args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
+    return args
+
+
+def searched(args: argparse.Namespace) -> LayoutAnswer:
+    return layout_search._new(args, argparse.Namespace(**vars(args)), None)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+
+
 def trained(*flags: object, begin: list[str] = PLANNED) -> str:
-    done = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *begin, *FLAGS, *flags)
-    assert done.returncode == 0, done.output[-5000:]
-    return done.output
+    return succeeded(launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *begin, *FLAGS, *flags)).output
 
 
 def from_iteration(number: int, folder: Path) -> list[object]:
@@ -45,13 +64,12 @@ def from_iteration(number: int, folder: Path) -> list[object]:
     return ["--load", folder]
 
 
-def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Path) -> None:
-    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(data: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     given = ["--data-path", data, "--epp-layout", "auto", "--train-iters", 4]
     given += ["--save", folder, "--save-interval", 2, "--epp-report-dir"]
     said = trained(*given, tmp_path / "whole", "--epp-trace", 1)
-    assert "less time than Megatron's layers for batches like the first 8" in said
+    assert LESS in said
     layout = Layout.from_json((folder / "epp_layout.json").read_text())
     assert sum(layout.layers) == 8
     assert layout.layers[0] > layout.layers[1]  # the vocabulary's work is on the last stage
@@ -64,55 +82,18 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(tmp_path: Pat
     assert after == {number: whole[number] for number in (3, 4)}
 
 
-def test_layers_are_balanced_for_logits_that_blocks_of_the_loss_compute_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_balanced_for_logits_that_blocks_compute_twice_and_for_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_search, "first_batches", lambda args: iter([(8192, 4000)]))
     monkeypatch.setattr(layout_search, "ask", ask_here)
 
     def layers(blocks: str) -> tuple[float, ...]:
-        model = "--seq-length 8192 --hidden-size 4096 --num-layers 24 --pipeline-model-parallel-size 4 --global-batch-size 2"
-        args = of_run(*model.split(), "--epp-layout", "balanced", "--epp-loss-block-tokens", blocks, processes=4)
-        prepare_epp_args(args)
-        args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
-        return layout_search._new(args, argparse.Namespace(**vars(args)), None).layout.layers
+        return searched(about_to_build(MODEL, "--epp-layout", "balanced", "--epp-loss-block-tokens", blocks)).layout.layers
 
     assert layers("auto") == layers("2048")
     assert layers("auto")[-1] < layers("0")[-1]
 
-
-def test_logits_are_there_at_once_where_that_is_faster_and_memory_is_left_and_so_in_a_resumed_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(layout_search, "first_batches", lambda args: iter([(8192, 4000, 2000, 500) * 4]))
-    monkeypatch.setattr(layout_search, "ask", ask_here)
-    model = "--seq-length 8192 --hidden-size 1024 --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 4"
-
-    def of(*flags: str) -> tuple[argparse.Namespace, LayoutAnswer]:
-        args = of_run(*model.split(), "--epp-layout", "auto", *flags, processes=2)
-        prepare_epp_args(args)
-        args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
-        return args, layout_search._new(args, argparse.Namespace(**vars(args)), None)
-
-    args, choices = of()
-    assert choices.has_whole_logits
-    assert not of("--epp-memory-cap-gb", "5.2")[1].has_whole_logits
-    assert not of("--epp-loss-block-tokens", "1024")[1].has_whole_logits
-    monkeypatch.setattr(layout_search, "_obstacle", lambda flags, layout: "")
-    args.epp_loss_block_tokens = 0
-    kept = replace(choices.layout, chosen_with=facts(args, "layout"))
-    (tmp_path / layout_search.FILE_NAME).write_text(kept.to_json())
-    again = argparse.Namespace(**vars(args) | {"load": str(tmp_path), "epp_loss_block_tokens": "auto"})
-    choices_then = layout_search._kept(again, argparse.Namespace(**vars(again)), facts(again, "layout"))
-    assert choices_then is not None
-    assert choices_then.has_whole_logits
-
-
-def test_a_search_knows_how_much_of_the_model_trains() -> None:
-    model = "--seq-length 8192 --hidden-size 4096 --num-layers 24 --pipeline-model-parallel-size 4 --global-batch-size 2"
-
     def found(*more: str) -> tuple[PipelineCosts, tuple[bool, ...]]:
-        args = of_run(*model.split(), "--epp-layout", "auto", "--epp-vocab-parallel", "auto", *more, processes=4)
-        prepare_epp_args(args)
-        args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 131_072, 1, None
+        args = about_to_build(MODEL, "--epp-layout", "auto", "--epp-vocab-parallel", "auto", *more)
         even = Layout((6,) * 4, Placement("looped", 4, 1))
         of_model = run_facts(args, ask_here)
         asked = layout_search.question(args, even, ((8192,),))
@@ -128,8 +109,24 @@ def test_a_search_knows_how_much_of_the_model_trains() -> None:
         assert stage.line("backward").per_token_us < 0.7 * of_all.line("backward").per_token_us
 
 
-def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(tmp_path: Path) -> None:
-    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+def test_logits_are_there_at_once_where_faster_and_room_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(layout_search, "first_batches", lambda args: iter([(8192, 4000, 2000, 500) * 4]))
+    monkeypatch.setattr(layout_search, "ask", ask_here)
+    choices = searched(args := about_to_build(SMALL, "--epp-layout", "auto"))
+    assert choices.has_whole_logits
+    for others in (("--epp-memory-cap-gb", "5.2"), ("--epp-loss-block-tokens", "1024")):
+        assert not searched(about_to_build(SMALL, "--epp-layout", "auto", *others)).has_whole_logits
+    monkeypatch.setattr(layout_search, "_obstacle", lambda flags, layout: "")
+    args.epp_loss_block_tokens = 0
+    kept = replace(choices.layout, chosen_with=facts(args, "layout"))
+    (tmp_path / layout_search.FILE_NAME).write_text(kept.to_json())
+    again = argparse.Namespace(**vars(args) | {"load": str(tmp_path), "epp_loss_block_tokens": "auto"})
+    choices_then = layout_search._kept(again, argparse.Namespace(**vars(again)), facts(again, "layout"))
+    assert choices_then is not None
+    assert choices_then.has_whole_logits
+
+
+def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(data: str, tmp_path: Path) -> None:
     kept = tmp_path / "epp_layout.json"
     kept.write_text(Layout((3, 2, 2, 1), Placement("looped", 4, 1)).to_json())
     given = ["--data-path", data, "--epp-layout", "balanced", "--train-iters", 1, "--lr-warmup-iters", 0, "--load", tmp_path]
@@ -166,7 +163,7 @@ EVERY = [("looped", 1), ("looped", 2), ("v", 2), ("looped", 4)]
         ("", {"pipeline_model_parallel_size": 1}, None, []),
     ],
 )
-def test_what_flags_leave_open_is_chosen(
+def test_open_layouts_are_chosen(
     flags: str, megatron: dict[str, object], layout: str | None, placements: list[tuple[str, int]]
 ) -> None:
     args = arguments(*flags.split(), **{"pipeline_model_parallel_size": 2} | megatron)
@@ -213,30 +210,24 @@ def test_a_script_that_builds_one_model_for_a_rank_gets_no_other_unless_it_asks(
         ("", {"transformer_impl": "transformer_engine", "add_bias_linear": False}, "auto"),
     ],
 )
-def test_weight_gradients_are_left_open_where_layers_can_put_them_off(
-    flags: str, megatron: dict[str, object], settled: object
-) -> None:
+def test_weight_gradients_are_open_where_layers_can_delay(flags: str, megatron: dict[str, object], settled: object) -> None:
     args = arguments(*flags.split(), **{"pipeline_model_parallel_size": 2} | megatron)
     prepare_epp_args(args)
     assert args.epp_split_weight_gradient == settled
 
 
-def test_a_run_without_flags_says_in_a_line_what_was_chosen_and_one_with_them_does_not_choose(tmp_path: Path) -> None:
-    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+def test_a_run_without_flags_says_in_a_line_what_was_chosen_and_one_with_them_chooses_not(data: str, tmp_path: Path) -> None:
     given = ["--data-path", data, "--train-iters", 1, "--lr-warmup-iters", 0, "--epp-trace", 1, "--epp-report-dir"]
     said = trained(*given, tmp_path / "chosen", begin=CHOOSING)
     (line,) = [line for line in said.splitlines() if "layout_search:layout: " in line]
-    assert re.search(
-        r"layout: stages of .* layers.*: \d+\.\d% less time than Megatron's layers for batches like the first 8", line
-    )
+    assert re.search(rf"layout: stages of .* layers.*: \d+\.\d% {LESS}", line)
     assert load(tmp_path / "chosen" / "plan.json").num_layers != (4, 4)
     assert "layout_search:" not in trained(*given, tmp_path / "even")
     assert load(tmp_path / "even" / "plan.json").num_layers == (4, 4)
 
 
 @some_by_default("stages", [f"{PER_RANK} 4", "--epp-placement v"], 1)
-def test_a_resumed_run_keeps_stages_that_flags_no_longer_ask_for(tmp_path: Path, stages: str) -> None:
-    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
+def test_a_resumed_run_keeps_stages_that_flags_no_longer_ask_for(data: str, tmp_path: Path, stages: str) -> None:
     given = ["--data-path", data, "--train-iters", 4, "--save", tmp_path / "saved", "--save-interval", 2, "--epp-report-dir"]
     trained(*given, tmp_path / "whole", *shlex.split(stages), begin=CHOOSING)
     said = trained(*given, tmp_path / "after", *from_iteration(2, tmp_path / "saved"), begin=CHOOSING)
@@ -246,14 +237,11 @@ def test_a_resumed_run_keeps_stages_that_flags_no_longer_ask_for(tmp_path: Path,
     assert after == {number: whole[number] for number in (3, 4)}
 
 
-SHARDED = ["--use-distributed-optimizer", "--untie-embeddings-and-output-weights"]
-
-
 @pytest.mark.parametrize("form", ["", "--dist-ckpt-optim-fully-reshardable"])
-def test_a_checkpoint_of_stock_goes_on_in_layers_that_its_optimizer_state_can_have(tmp_path: Path, form: str) -> None:
+def test_a_checkpoint_of_stock_goes_on_in_layers_that_its_optimizer_state_allows(data: str, tmp_path: Path, form: str) -> None:
     """Any, where that is saved for all layouts; and Megatron goes on from a checkpoint of chosen ones."""
-    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=1023))
-    given = ["--data-path", data, *SHARDED, *form.split(), "--train-iters", 4, "--hidden-dropout", 0, "--save-interval", 1]
+    given = ["--data-path", data, "--use-distributed-optimizer", "--untie-embeddings-and-output-weights", *form.split()]
+    given += ["--train-iters", 4, "--hidden-dropout", 0, "--save-interval", 1]
     stock = [*CHOOSING, "--epp-schedule", "stock", "--epp-layout", "even"]
     trained(*given, "--save", tmp_path / "stock", "--epp-report-dir", tmp_path / "reference", begin=stock)
     ours = ["--save", tmp_path / "ours", "--epp-report-dir", tmp_path / "after"]

@@ -22,8 +22,6 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 
 
 class Store:
-    """Queue of deferred weight gradients, first in, first out."""
-
     def __init__(self, enabled):
         self.enabled, self.context = enabled, queue.Queue()
 
@@ -110,12 +108,10 @@ class StandInLinear(nn.Module):
 class StandInParallelLinear(StandInLinear):
     """Stand-in for Megatron's column- and row-parallel wrappers of such a layer, on one rank."""
 
-    fused = False
-
     def __init__(self, input_size, output_size, *, config, init_method, bias, **_):
         assert not bias
         assert config.tensor_model_parallel_size == 1
-        super().__init__(input_size, output_size, config.delay_wgrad_compute, self.fused)
+        super().__init__(input_size, output_size, config.delay_wgrad_compute, fuse_wgrad_accumulation=True)
         init_method(self.weight)
         self.weight.allreduce = True
         self.is_first_microbatch = True
@@ -123,10 +119,6 @@ class StandInParallelLinear(StandInLinear):
     def forward(self, x):
         first, self.is_first_microbatch = self.is_first_microbatch, False
         return super().forward(x, first), None
-
-
-class FusedStandInParallelLinear(StandInParallelLinear):
-    fused = True
 
 
 class OtherLinear(nn.Linear):
@@ -244,17 +236,13 @@ class OfWeights(TorchDispatchMode):
         self.shape, self.names = shape, list[str]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = [x.shape for x in args if isinstance(x, torch.Tensor)]
-        if self.shape in shapes and function in (
-            torch.ops.aten.add_.Tensor,
-            torch.ops.aten.add.Tensor,
-            torch.ops.aten.clone.default,
-        ):
+        shapes, aten = [x.shape for x in args if isinstance(x, torch.Tensor)], torch.ops.aten
+        if self.shape in shapes and function in (aten.add_.Tensor, aten.add.Tensor, aten.clone.default):
             self.names.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
-def test_backwards_before_the_first_w_add_no_placeholders() -> None:
+def test_backwards_before_the_first_w_add_no_placeholders_and_what_they_keep_is_counted() -> None:
     stage = PuttingOff(fused=True)
     with OfWeights(stage.layers[0].weight.shape) as seen:
         for chunk in range(3):
@@ -262,9 +250,6 @@ def test_backwards_before_the_first_w_add_no_placeholders() -> None:
         assert seen.names == []
         stage.gradients.run(0)
     assert seen.names == ["aten.add_.Tensor"] * 2  # of the products, to the main gradients of two layers
-
-
-def test_what_they_keep_is_counted() -> None:
     stage = PuttingOff()
     with SavedTensors([layer.weight for layer in stage.layers]) as meter:
         stage.backward(0, keep=False)
@@ -276,9 +261,7 @@ def test_what_they_keep_is_counted() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, "fp32"), (torch.bfloat16, "fp16")])
-def test_gradient_accumulation_fusion_adds_to_the_main_gradient_in_its_own_kernel(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kernel: str
-) -> None:
+def test_accumulation_fusion_adds_in_its_own_kernel(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kernel: str) -> None:
     called = []
 
     def accumulate(name: str, x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -300,10 +283,9 @@ def test_gradient_accumulation_fusion_adds_to_the_main_gradient_in_its_own_kerne
 
 
 def test_the_backward_of_the_first_forward_adds_to_the_others_wherever_it_comes():
-    config = types.SimpleNamespace(
-        delay_wgrad_compute=False, tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False
-    )
-    layer = FusedStandInParallelLinear(4, 4, config=config, init_method=nn.init.ones_, bias=False)
+    settings = {"delay_wgrad_compute": False, "tensor_model_parallel_size": 1, "context_parallel_size": 1}
+    config = types.SimpleNamespace(**settings, sequence_parallel=False)
+    layer = StandInParallelLinear(4, 4, config=config, init_method=nn.init.ones_, bias=False)
     weight = layer.weight
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(4, 4), False
     model = nn.Module()

@@ -135,9 +135,10 @@ def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewe
     assert "--pipeline-model-parallel-layout 'Et" in told[9]
 
 
-@pytest.mark.parametrize(
-    "flags", [{"hybrid_layer_pattern": "*-*-"}, {"hybrid_override_pattern": "*-*-"}, {"moe_layer_freq": [0, 1]}]
-)
+OF_KINDS = [{"hybrid_layer_pattern": "*-*-"}, {"hybrid_override_pattern": "*-*-"}, {"moe_layer_freq": [0, 1]}]
+
+
+@pytest.mark.parametrize("flags", OF_KINDS)
 def test_nothing_is_told_of_layers_that_differ_from_each_other(flags):
     assert layer_hint(Namespace(names=TRAINING, args=Namespace(**flags))) is None
 
@@ -149,10 +150,8 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     ours._can_plan, ours.process = threading.Event(), planner.process
     ours.plan_with(planner)
     ours.reports, ours.problem = Reports(), Problem((), (0, 1), (1000, 1000))
-    with pytest.raises(
-        InfeasibleError,
-        match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens, 1,237 in all, the longest 1200, 30, 7",
-    ):
+    said = r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens, 1,237 in all, the longest 1200, 30, 7"
+    with pytest.raises(InfeasibleError, match=said):
         ours._plan(Lengths((7, 1200, 30)), forward_only=False)
     ours.problem = Problem((), (0, 1), (2**30, 2**30))
     (packed,) = ours._plan(Lengths((7, 1200, 30)), forward_only=False)

@@ -23,7 +23,7 @@ from megatron_epp.mcore.arguments.refusals import RULES, problems_of
 from megatron_epp.mcore.arguments.rule import Door
 from scripts.megatron_state.known import PAGE, PLANS, flags, known, page, rows_of, verdict
 from scripts.megatron_state.state import State, states
-from tests.support.mcore.forked import job
+from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.launch import REPOSITORY
 from tests.support.mcore.releases import OTHER_RELEASES, release
 
@@ -76,9 +76,9 @@ def test_every_state_that_is_honoured_names_a_test() -> None:
                 assert f"def {name}(" in (REPOSITORY / file).read_text(), why
 
 
-REFUSED = sorted(
-    {(plans, why) for row in known()["reached"] for plans in PLANS for what, why in [verdict(row, plans)] if what == "refused"}
-)
+VERDICTS = {(plans, *verdict(row, plans)) for row in known()["reached"] for plans in PLANS}
+REFUSED = sorted((plans, why) for plans, what, why in VERDICTS if what == "refused")
+EXPERTS = {"expert_tensor_parallel_size": 1, "expert_tensor_parallel_num_weight_shards": 2}
 
 
 @functools.cache
@@ -104,10 +104,7 @@ def test_weights_that_more_ranks_share_than_tensor_parallelism_has_are_refused_w
         ({"tensor_parallel_num_weight_shards": 2}, ""),
         ({"tensor_parallel_num_weight_shards": 4}, "tensor_parallel_num_weight_shards=4 on 2 tensor-parallel ranks"),
         ({"gtp_weight_remat_size": 3}, "tensor_parallel_num_weight_shards=6 on 2 tensor-parallel ranks"),
-        (
-            {"expert_tensor_parallel_size": 1, "expert_tensor_parallel_num_weight_shards": 2},
-            "expert_tensor_parallel_num_weight_shards=2 on 1 tensor-parallel ranks",
-        ),
+        (EXPERTS, "expert_tensor_parallel_num_weight_shards=2 on 1 tensor-parallel ranks"),
     ):
         problems = [*problems_of(argparse.Namespace(tensor_model_parallel_size=2, **settings), Door.MODEL, RULES)]
         assert len(problems) == bool(refused)
@@ -116,9 +113,7 @@ def test_weights_that_more_ranks_share_than_tensor_parallelism_has_are_refused_w
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Mapping[str, Any]]:
-    finished = job(1, "state")
-    assert finished.returncode == 0, finished.output[-5000:]
-    return {one["model"]: one for one in finished.figures}
+    return {one["model"]: one for one in of_ranks(job(1, "state"))}
 
 
 SAME = "losses, biases, multi-token prediction", "quantiles"
@@ -134,12 +129,8 @@ def test_gradients_are_those_of_stock(models: dict[str, Mapping[str, Any]], name
 @pytest.mark.parametrize("name", SAME)
 def test_what_forwards_leave_behind_is_that_of_stock(models: dict[str, Mapping[str, Any]], name: str) -> None:
     stock = models[name]["stock"]
-    kinds = {
-        kind
-        for key, values in stock.items()
-        for kind in ("tokens_per_expert", "z_loss", "balancing", "prediction", "qb_beta")
-        if kind in key and any(values)
-    }
+    every, there = "tokens_per_expert z_loss balancing prediction qb_beta", [key for key, of in stock.items() if any(of)]
+    kinds = {kind for kind in every.split() if any(kind in key for key in there)}
     assert kinds == ({"qb_beta"} if name == "quantiles" else {"tokens_per_expert", "z_loss", "balancing", "prediction"})
     for variant in ("in other orders", "with recompute"):
         assert models[name][variant].keys() == stock.keys()

@@ -16,21 +16,12 @@ import pytest
 from megatron_epp.plan import Plan
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.serialize import load
+from tests.support.mcore import memory_cases
 from tests.support.mcore.forked import job, returned
 from tests.support.mcore.jobs.batches import RUNS
-from tests.support.mcore.memory_cases import (
-    BLOCKS,
-    CAPPED,
-    FREE,
-    ITERATIONS,
-    LENGTHS,
-    MORE,
-    OFFLOADED,
-    PIPELINES,
-    TOKENS_SHARED,
-    VOCABULARY,
-)
+from tests.support.mcore.memory_cases import BLOCKS, CAPPED, FREE, ITERATIONS, MORE, OFFLOADED, PIPELINES, TOKENS_SHARED
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
+from tests.support.seeds import some_by_default
 
 SCALARS_BYTES = 64
 """Bytes of the loss, which no cost per token has."""
@@ -47,11 +38,16 @@ class Report:
         return [pair for line in self.iterations for pair in zip(*(line[key] for key in keys), strict=True)]
 
 
+Reports = Callable[[int, str], Report]
+Lines = Callable[[int, str], Any]
+
+
 @pytest.fixture(scope="module")
 def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Report]:
     """The report of a setting. Those of one pipeline size and one set share a launch, made when one is first asked for."""
     folder = tmp_path_factory.mktemp("memory")
-    data = write_pair(folder / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY))
+    lengths = [n + 1 for n in memory_cases.LENGTHS]
+    data = write_pair(folder / "documents", documents_of(lengths, vocab_size=memory_cases.VOCABULARY))
     errors: dict[Path, str] = {}
 
     def report(ranks: int, name: str) -> Report:
@@ -67,16 +63,11 @@ def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], 
     return report
 
 
-@pytest.mark.parametrize(
-    ("ranks", "name"),
-    [
-        *((ranks, name) for ranks, settings in PIPELINES.items() for name in settings),
-        *(pytest.param(2, name, marks=pytest.mark.slow) for name in MORE),
-    ],
-)
-def test_measured_activations_are_what_the_plans_say_and_no_more(
-    report_of: Callable[[int, str], Report], ranks: int, name: str
-) -> None:
+BY_RANKS = [(ranks, name) for ranks, settings in PIPELINES.items() for name in settings]
+
+
+@some_by_default(("ranks", "name"), [*BY_RANKS, *((2, name) for name in MORE)], len(BY_RANKS))
+def test_measured_activations_are_what_the_plans_say_and_no_more(report_of: Reports, ranks: int, name: str) -> None:
     report = report_of(ranks, name)
     pairs = report.pairs()
     ratios = [measured / planned for planned, measured in pairs]
@@ -90,10 +81,8 @@ def test_measured_activations_are_what_the_plans_say_and_no_more(
 def test_a_cap_holds_where_the_same_batches_would_exceed_it(report_of: Callable[[int, str], Report]) -> None:
     capped, free = report_of(2, CAPPED), report_of(2, FREE)
     caps, static = capped.plan.cap_bytes * ITERATIONS, capped.plan.static_bytes * ITERATIONS
-    shares = [
-        [(base + max(peaks)) / cap for peaks, base, cap in zip(report.pairs(), static, caps, strict=True)]
-        for report in (capped, free)
-    ]
+    triples = [zip(report.pairs(), static, caps, strict=True) for report in (capped, free)]
+    shares = [[(base + max(peaks)) / cap for peaks, base, cap in own] for own in triples]
     print(f"\nstatic bytes and activations take {max(shares[0]):.3f} of the cap, {max(shares[1]):.3f} without it")
     assert max(shares[0]) <= 1
     assert min(shares[0][i] for i, share in enumerate(shares[1]) if share > 1) > 0.8, "the cap was far from reached"
@@ -122,13 +111,8 @@ def test_a_cap_holds_by_offload_and_the_host_has_what_was_planned(report_of: Cal
 
 FEW, MANY = 2, 9
 BY_DEFAULT = ("grouped, with dropout", "weights apart, there and back")
-EACH = pytest.mark.parametrize(
-    ("batches", "name"),
-    [
-        *((FEW, name) for name in BY_DEFAULT),
-        *(pytest.param(MANY, name, marks=pytest.mark.slow) for name in RUNS),
-    ],
-)
+OTHERS = [(MANY, name) for name in RUNS]
+EACH = some_by_default(("batches", "name"), [*((FEW, name) for name in BY_DEFAULT), *OTHERS], len(BY_DEFAULT))
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +134,7 @@ def lines_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], A
 
 
 @EACH
-def test_no_plan_holds_more_than_it_says_nor_less_by_three_in_a_hundred(
-    lines_of: Callable[[int, str], Any], batches: int, name: str
-) -> None:
+def test_no_plan_holds_more_than_it_says_nor_less_by_three_in_a_hundred(lines_of: Lines, batches: int, name: str) -> None:
     for lines in lines_of(batches, name):
         ratios = [line["measured"] / line["planned"] for line in lines]
         print(f"\n{name}, {len(lines)} plans: measured over planned {min(ratios):.4f} to {max(ratios):.4f}")
@@ -165,9 +147,7 @@ def test_no_plan_holds_more_than_it_says_nor_less_by_three_in_a_hundred(
 
 
 @EACH
-def test_the_plans_had_every_level_alone_and_beside_others_and_copies(
-    lines_of: Callable[[int, str], Any], batches: int, name: str
-) -> None:
+def test_the_plans_had_every_level_alone_and_beside_others_and_copies(lines_of: Lines, batches: int, name: str) -> None:
     seen = {again for lines in lines_of(batches, name) for line in lines for again in line["recompute"]}
     assert any({f"{layers} {mode.name}" for mode in MODES.values()} <= seen for layers in (2, 4))
     assert any("+" in again for again in seen)

@@ -40,8 +40,6 @@ def jagged(*lengths: int, layout: torch.layout = torch.jagged) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Processed:
-    """A microbatch of a framework that prepares it for the model."""
-
     input_ids: torch.Tensor
     cu_seqlens_padded: torch.Tensor | None
 
@@ -128,13 +126,10 @@ def test_a_callers_own_function_may_return_lengths_of_any_kind_and_empty_sequenc
     assert schedule._shape([4, 0, 9]) == Microbatch((4, 9))
 
 
-def test_microbatches_come_back_in_any_order() -> None:
+def test_microbatches_come_back_in_any_order_and_no_more_are_taken_than_the_iteration_has() -> None:
     taken = take(iter([tokens(1, 3), tokens(1, 5), tokens(1, 7)]), 3, shape_of)
     assert taken.shapes() == (Microbatch((3,)), Microbatch((5,)), Microbatch((7,)))
     assert [next(taken.at(index))["tokens"].shape[1] for index in (2, 0, 1)] == [7, 3, 5]
-
-
-def test_no_more_items_are_taken_than_the_iteration_has() -> None:
     iterator = iter([tokens(1, 3), tokens(1, 5)])
     take(iterator, 1, shape_of)
     assert next(iterator)["tokens"].shape[1] == 5
@@ -147,12 +142,9 @@ def test_a_forward_step_that_takes_two_items_is_told_so() -> None:
         next(one)
 
 
-def test_a_rank_without_an_iterator_has_no_lengths() -> None:
+def test_a_rank_without_an_iterator_has_no_lengths_and_an_object_that_is_none_is_refused_by_its_type() -> None:
     assert take(None, 2, shape_of).shapes() is None
     assert take(None, 2, shape_of).at(0) is None
-
-
-def test_an_object_that_is_no_iterator_is_refused_by_its_type() -> None:
     with pytest.raises(EppError, match="is a list, which has neither __next__"):
         take([tokens(1, 3)], 1, shape_of)
 

@@ -80,8 +80,12 @@ def with_documents(folder: Path) -> Path:
 
 
 def words_of(folder: Path, flags: str) -> list[str]:
-    """Return the command line of a training on the documents in a folder, with more flags."""
     return [*PLAIN, *FLAGS, "--data-path", str(folder / "text"), *shlex.split(flags.replace("FOLDER", str(folder)))]
+
+
+@pytest.fixture
+def doors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Doors:
+    return Doors(folder, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +103,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FLEX = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex"
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 RETAIN = "--save FOLDER/run --save-retain-interval 6"
-TP = "--tensor-model-parallel-size"
+TP, PP3 = "--tensor-model-parallel-size", {"pipeline_model_parallel_size": 3}
 PP, LAYERS, BATCH = "--pipeline-model-parallel-size", "--num-layers", "--global-batch-size"
 WITHOUT_EFFECT = ("--epp-recompute 1", "--epp-placement v", "--epp-slices 3", "--epp-planner seq1f1b")
 ROUTERS = "moe_router_load_balancing_type"
 ROUTER_REPLAY = ("moe_enable_routing_replay", "enable_routing_replay", "use_routing_replay", "use_rollout_routing_replay")
-"""Names that Megatron and frameworks have for it."""
 MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     "documents": [
         (f"{PP} 4", 6, "6 processes", f"{PP} 4", "multiple of 4"),
@@ -181,13 +184,7 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
     ],
     "launcher": [
         ({"megatron": {"pipeline_model_parallel_size": 4}}, 6, "6 processes", f"{PP} 4", "multiple of 4"),
-        (
-            {"megatron": {"pipeline_model_parallel_size": 3}, "epp": {"planner": "1f1b"}},
-            3,
-            f"{LAYERS} 4",
-            f"{PP} 3",
-            "multiple",
-        ),
+        ({"megatron": PP3, "epp": {"planner": "1f1b"}}, 3, f"{LAYERS} 4", f"{PP} 3", "multiple"),
         ({"epp": {"slics": 4}}, 1, "slics", "did you mean 'slices'"),
         ({"megatron": {"position_embedding_type": "ropes"}}, 1, "argument --position-embedding-type: invalid choice: 'ropes'"),
         ({"megatron": {"min_lr": 0.1}, "epp": {"enabled": False}}, 1, "--min-lr 0.1, --lr 0.001"),
@@ -202,12 +199,7 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         ([1, 2], 1, "holds no `name: value` pairs"),
         ({"language_model": 5}, 1, "`language_model:` holds 5; it must hold names with values"),
         ({"megatron": {"num_layers": 4}}, 1, "settings.yaml", "`megatron:`", "megatron-epp train -c"),
-        (
-            {"data_path": "${EPP_TEST_UNSET}"},
-            1,
-            "settings.yaml",
-            "data_path is ['${EPP_TEST_UNSET}'], with a variable that is not set",
-        ),
+        ({"data_path": "${UNSET}"}, 1, "settings.yaml", "data_path is ['${UNSET}'], with a variable that is not set"),
     ],
     "wrap": [
         ({"host_memory_gb": 4, "offload": "off"}, 1, "host_memory_gb=4", "offload='off'", "leave one"),
@@ -237,29 +229,24 @@ MISTAKES: dict[str, list[tuple[Any, ...]]] = {
         *(({name: True}, 1, f"{name}=True (", "megatron_epp.wrap(order='given')") for name in ROUTER_REPLAY),
     ],
 }
-ROWS = [(door, mistake, processes, facts) for door, rows in MISTAKES.items() for mistake, processes, *facts in rows]
+ROWS = {f"{door}: {row[0]}": (door, row[0], row[1], row[2:]) for door, rows in MISTAKES.items() for row in rows}
+assert len(ROWS) == sum(map(len, MISTAKES.values()))
 
 
-@pytest.mark.parametrize(
-    ("door", "mistake", "processes", "facts"), ROWS, ids=[f"{door}: {mistake}" for door, mistake, *_ in ROWS]
-)
-def test_a_mistake_is_refused_with_its_setting_its_number_and_its_remedy(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, door: str, mistake: Any, processes: int, facts: list[str]
-) -> None:
-    refused = getattr(Doors(folder, monkeypatch), door)(mistake, processes)
+@pytest.mark.parametrize(("door", "mistake", "processes", "facts"), ROWS.values(), ids=ROWS)
+def test_a_mistake_is_refused_with_its_number_and_its_remedy(doors: Doors, door: str, mistake: Any, processes: int, facts: Any):
+    refused = getattr(doors, door)(mistake, processes)
     assert refused
-    assert [fact for fact in facts if fact.replace("FOLDER", str(folder)) not in refused] == [], refused
+    assert [fact for fact in facts if fact.replace("FOLDER", str(doors.folder)) not in refused] == [], refused
 
 
-@pytest.mark.parametrize(
-    ("door", "settings"), [("documents", ""), ("user", ""), ("launcher", {}), ("wrap", {}), ("yaml_cfg", {"lr": 0.5})]
-)
-def test_what_is_no_mistake_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, door: str, settings: Any) -> None:
-    assert getattr(Doors(folder, monkeypatch), door)(settings) == ""
+def test_what_is_no_mistake_is_not_refused(doors: Doors) -> None:
+    settings: dict[str, Any] = {"documents": "", "user": "", "launcher": {}, "wrap": {}, "yaml_cfg": {"lr": 0.5}}
+    assert {door: getattr(doors, door)(given) for door, given in settings.items()} == dict.fromkeys(settings, "")
 
 
-def test_all_mistakes_are_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_mistakes_are_told_at_once(doors: Doors) -> None:
     flags = "--attention-dropout 0.1 --window-size 8,-1 --seed 0 --epp-trace 3 --data-path no/where --vocab-file nowhere.txt"
-    refused = Doors(folder, monkeypatch).documents(flags)
+    refused = doors.documents(flags)
     for fact in ("--attention-dropout 0.1", "--window-size", "--seed 0", "--epp-trace", "no/where.idx", "nowhere.txt"):
         assert fact in refused

@@ -1,4 +1,4 @@
-"""Two short trainings against Megatron's own schedule, for the fast set: see `test_matrix.py` for all others."""
+"""Short trainings against Megatron's own schedule, for the fast set, and what a comparison reports: see `test_matrix.py`."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.serialize import load
+from tests.support.mcore.forked import launch
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 ITERATIONS = 2
@@ -15,13 +16,11 @@ REPORTED = "two stages"
 MEASURED = "--epp-measure-memory --epp-trace 2 --log-interval 1"
 CASES = {
     "one stage": {
-        "cell": {},
-        "model": "llama",
-        "plan": "--epp-slices 3 --epp-recompute 1 --epp-loss-block-tokens 5",
+        "cell": {}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1 --epp-loss-block-tokens 5",
         "optimizer": "--use-distributed-optimizer",
     },
     "two stages": {"cell": {"pp": 2, "split": True}, "model": "gpt2", "plan": f"--epp-slices 3 {MEASURED}"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +63,16 @@ def test_an_iteration_is_reported_as_planned_and_as_measured(figures: dict[str, 
     assert measured.plan_digest == digest(plan)
     assert plan.predicted.makespan_us == lines[1]["makespan_us"]["planned"]
     assert measured.makespan_us == lines[1]["makespan_us"]["measured"]
+
+
+def test_a_run_that_fails_is_a_row_that_failed_and_others_go_on(tmp_path: Path) -> None:
+    slices = {"too many slices": 1000, "fine": 2}
+    cases = {name: {"cell": {}, "model": "llama", "plan": f"--epp-slices {count}"} for name, count in slices.items()}
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps(cases))
+    finished = launch(1, "-m", "scripts.parity", "--cases", path, "--iterations", 1, timeout_s=180)
+    assert finished.returncode == 1
+    rows = [line for line in finished.output.splitlines() if line.startswith(tuple(cases))]
+    assert "failed" in rows[0]
+    assert "failed" not in rows[1]
+    assert "--epp-slices" in finished.output

@@ -121,9 +121,7 @@ def test_a_target_that_is_not_there_is_named(library: ModuleType, target: str) -
         ("raise RuntimeError('no driver')", "RuntimeError: no driver"),
     ],
 )
-def test_a_module_whose_import_fails_is_there_and_its_error_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: str
-) -> None:
+def test_the_error_of_failing_imports_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: str) -> None:
     (tmp_path / "broken_library.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     installed = f"megatron-core {features.installed_version()}"
@@ -134,7 +132,7 @@ def test_a_module_whose_import_fails_is_there_and_its_error_is_told(
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
-def test_rank_0_logs_one_line_per_patch(
+def test_rank_0_logs_patches(
     library: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: str, lines: int
 ) -> None:
     monkeypatch.setenv("RANK", rank)

@@ -1,8 +1,8 @@
 """Stages go to ranks as a placement says, and Megatron's model, checkpoints and flags follow it."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from megatron.core import mpu
@@ -14,7 +14,7 @@ from megatron_epp.plan import Op
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner.baselines.whole import rows_together
 from megatron_epp.planner.orders.patterns import one_warm_up
-from tests.support.mcore.forked import job
+from tests.support.mcore.forked import job, succeeded
 
 ITERATIONS = 5
 
@@ -44,35 +44,24 @@ def test_planned_baselines_interleave_rows_as_megatron_does(rows: int, ranks: in
         assert ahead == min(len(table), 1 + 2 * (ranks - rank - 1) + (laps - 1) * together)
 
 
-def transformer(
-    chunks: int,
-    layers: int = 12,
-    first: int | None = None,
-    last: int | None = None,
-    embedding: bool = False,
-    loss: bool = False,
-) -> SimpleNamespace:
-    return SimpleNamespace(
-        pipeline_model_parallel_layout=None,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        num_layers=layers,
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last,
-        account_for_embedding_in_pipeline_split=embedding,
-        account_for_loss_in_pipeline_split=loss,
-    )
+def model(chunks: int, layers: int = 12, first: int | None = None, last: int | None = None, ends: bool = False) -> Namespace:
+    return Namespace(
+        pipeline_model_parallel_layout=None, pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, num_layers=layers,
+        num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=ends, account_for_loss_in_pipeline_split=ends,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("flags", "chunks", "layers"),
     [
         ({}, 1, [6, 6]), ({}, 3, [2] * 6), ({"first": 4}, 2, [2, 4, 2, 4]), ({"first": 8, "last": 4}, 4, [2, 1] * 4),
-        ({"layers": 10, "embedding": True, "loss": True}, 2, [2, 3, 3, 2]),
+        ({"layers": 10, "ends": True}, 2, [2, 3, 3, 2]),
     ],
 )  # fmt: skip
 def test_layers_are_shared_out_as_megatrons_flags_say(flags: dict[str, int], chunks: int, layers: list[int]) -> None:
-    assert layers_of_stages(transformer(chunks, **flags), 2, chunks) == layers
+    assert layers_of_stages(model(chunks, **flags), 2, chunks) == layers
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: Path) -> None:
@@ -80,8 +69,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: P
     these to four ranks there and back, then to a looped pipeline, and back to one process. Layers are shared out unevenly, and
     some stages have none.
     """
-    finished = job(1, "placement", folder=tmp_path, timeout_s=900)
-    assert finished.returncode == 0, finished.output[-5000:]
+    succeeded(job(1, "placement", folder=tmp_path, timeout_s=900))
     report = json.loads((tmp_path / "report.json").read_text())
     whole = report["whole"]["losses"]
     assert len(whole) == ITERATIONS
@@ -99,8 +87,8 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: P
 
 
 def test_layers_of_stages_there_and_back_are_laid_out_with_both_ends() -> None:
-    args = SimpleNamespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, epp_placement="v")
-    config = transformer(2, layers=4)
+    args = Namespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, epp_placement="v")
+    config = model(2, layers=4)
     assign_stages(config, args)
     layout = config.pipeline_model_parallel_layout
     named = [[layer.name for layer in layout.layout[rank][chunk]] for rank, chunk in ((0, 0), (1, 0), (1, 1), (0, 1))]
@@ -110,8 +98,8 @@ def test_layers_of_stages_there_and_back_are_laid_out_with_both_ends() -> None:
 
 
 def test_a_looped_pipeline_keeps_megatrons_own_settings() -> None:
-    args = SimpleNamespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None, epp_placement="looped")
-    config = transformer(1, first=3)
+    args = Namespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None, epp_placement="looped")
+    config = model(1, first=3)
     before = vars(config).copy()
     assign_stages(config, args)
     assert vars(config) == before
@@ -128,5 +116,5 @@ def test_the_chunks_at_the_models_ends_have_the_embedding_and_the_loss(
     monkeypatch: pytest.MonkeyPatch, placement: str, rank: int, chunk: int | None, first: bool, last: bool
 ) -> None:
     monkeypatch.setattr(mpu, "get_pipeline_model_parallel_rank", lambda: rank)
-    args = SimpleNamespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, epp_placement=placement)
+    args = Namespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, epp_placement=placement)
     assert ends(args, chunk) == {"pre_process": first, "post_process": last}

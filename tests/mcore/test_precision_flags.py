@@ -27,7 +27,6 @@ from megatron_epp.plan import EppError
 
 
 def settled(monkeypatch, **flags):
-    """Flags after the patch of a machine without Transformer Engine and Apex."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(environment, "_missing", lambda: frozenset(module for _, module, _, _ in environment._KERNELS))
     seen = []
@@ -133,16 +132,13 @@ def test_every_rank_that_shares_a_chunk_has_the_rows() -> None:
     assert token_multiple(Namespace(**sizes, fp8=None, fp8_recipe="delayed")) == 4
 
 
-def test_casts_of_weights_are_forgotten() -> None:
+def test_casts_of_weights_are_forgotten_and_layers_that_keep_them_elsewhere_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0]._fp8_workspaces = casts = {"weight": torch.ones(1)}
     model[0].is_first_microbatch = True
     add_to_gradients(model, in_fp8=True)
     forget_casts(model)
     assert casts == {}
-
-
-def test_layers_that_keep_casts_elsewhere_are_refused() -> None:
     layer = torch.nn.Linear(2, 2)
     layer.is_first_microbatch = True  # type: ignore[assignment]
     add_to_gradients(layer, in_fp8=False)
@@ -151,8 +147,6 @@ def test_layers_that_keep_casts_elsewhere_are_refused() -> None:
 
 
 class _Cast:
-    """Tensors of a cast, as Transformer Engine's classes hand them out and take them back."""
-
     def __init__(self, *parts: Tensor | None) -> None:
         self.parts: list[Tensor | None] = list(parts)
 

@@ -41,9 +41,8 @@ def test_the_other_shell_block_runs(sizes):
 
 def test_the_python_example_draws_a_plan_that_is_proven(tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", EXAMPLE], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, text=True, capture_output=True
-    )
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", EXAMPLE], cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-5000:]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 

@@ -117,10 +117,9 @@ def test_a_recipe_of_advice_parses_and_has_the_layers_of_its_stages(parser, conf
 )
 def test_a_recipe_of_advice_has_the_rows_of_the_checkpoint(model, tensor, rows, tmp_path):
     flags = load_flags("llama3-8b") | model
-    config = Configuration(tensor, 1, 1, 1, layers=(32,))
-    (recipe := tmp_path / "recipe.yaml").write_text(
-        recipe_text(Question(flags, load_cluster("h100x8"), tensor, 72 << 30, (300,), 8192), config, None, "300")
-    )
+    asked = Question(flags, load_cluster("h100x8"), tensor, 72 << 30, (300,), 8192)
+    text = recipe_text(asked, Configuration(tensor, 1, 1, 1, layers=(32,)), None, "300")
+    (recipe := tmp_path / "recipe.yaml").write_text(text)
     assert load_settings([recipe]).megatron.get("padded_vocab_size") == rows
 
 

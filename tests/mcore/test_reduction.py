@@ -32,10 +32,8 @@ class Chunk:
         return []
 
 
-def run(
-    names: str, finished: str, *, overlap: bool = True, align: bool = True, splits: bool = False, first: bool = True
-) -> list[str]:
-    """Return the events if the chunks get their last gradients in the order of `finished`; ``!`` marks the last of each."""
+def run(names: str, ends: str, *, overlap: bool = True, align: bool = True, splits: bool = False, first: bool = True) -> list:
+    """Return the events if the chunks get their last gradients in the order of `ends`; ``!`` marks the last of each."""
     log: list[str] = []
     chunks = [Chunk(name, log) for name in names]
     many = len(chunks) > 1
@@ -45,7 +43,7 @@ def run(
         config.no_sync_func = no_sync if many else no_sync[0]
         config.grad_sync_func = (start if many else start[0]) if align else None
     with Reduction(config, chunks, first, splits) as reduction:
-        for name in finished:
+        for name in ends:
             reduction.before_last_gradient(names.index(name))
             log.append(f"{name}!")
             reduction.reduce(names.index(name))
@@ -65,17 +63,12 @@ AT_ONCE = ["a!", "a start", "a open"]
         pytest.param({"splits": True}, AT_ONCE, id="split weight gradients, after the last"),
     ],
 )
-def test_a_rank_of_one_stage_reduces_when_nothing_waits_for_it(
-    options: dict[str, bool], events: list[str], align: bool
-) -> None:
+def test_a_rank_of_one_stage_reduces_when_nothing_waits(options: dict[str, bool], events: list[str], align: bool) -> None:
     assert run("a", "a", align=align, **options) == events
 
 
-def test_stages_of_a_rank_start_when_the_plan_says_so() -> None:
+def test_stages_of_a_rank_start_when_the_plan_says_so_and_without_overlap_nothing_is_started() -> None:
     assert run("abc", "cba") == ["c!", "c start", "b!", "b start", "a!", "a start", "c open", "b open", "a open"]
-
-
-def test_without_overlap_nothing_is_started_here() -> None:
     assert run("ab", "ba", overlap=False, splits=True) == ["b!", "a!"]
     assert run("a", "a", overlap=False) == ["a!"]
 
@@ -162,18 +155,14 @@ class CheckedChunk(Chunk):
 
 
 @pytest.mark.parametrize("fatal", [False, True])
-def test_the_host_reads_whether_gradients_are_nan_when_the_rank_has_no_compute_left(
-    monkeypatch: pytest.MonkeyPatch, fatal: bool
-) -> None:
+def test_the_host_reads_whether_gradients_are_nan_behind_all_compute(monkeypatch: pytest.MonkeyPatch, fatal: bool) -> None:
     log: list[str] = []
     CheckedChunk.machine, CheckedChunk.fatal = Machine(log), fatal
     monkeypatch.setattr(reduction_module, "get_rerun_state_machine", lambda: CheckedChunk.machine)
     chunks = [CheckedChunk(name, log) for name in "abc"]
     config = SimpleNamespace(no_sync_func=[c.no_sync for c in chunks], grad_sync_func=[c.start_grad_sync for c in chunks])
-    with (
-        pytest.raises(RuntimeError, match="found NaN") if fatal else contextlib.nullcontext(),
-        Reduction(config, chunks, True, False) as reduction,
-    ):
+    allowed = pytest.raises(RuntimeError, match="found NaN") if fatal else contextlib.nullcontext()
+    with allowed, Reduction(config, chunks, True, False) as reduction:
         for index in (2, 1, 0):
             log.append(f"compute of {chunks[index].name}")
             reduction.reduce(index)

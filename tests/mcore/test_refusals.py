@@ -42,9 +42,8 @@ PP, TP, CP = "--pipeline-model-parallel-size", "--tensor-model-parallel-size", "
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 LAYOUT, PATTERN = "--pipeline-model-parallel-layout", "--hybrid-layer-pattern"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-BALANCING, DISPATCHER, BACKEND = (
-    f"--moe-{name}" for name in ("router-load-balancing-type", "token-dispatcher-type", "flex-dispatcher-backend")
-)
+BALANCING, DISPATCHER = "--moe-router-load-balancing-type", "--moe-token-dispatcher-type"
+BACKEND = "--moe-flex-dispatcher-backend"
 EP = "--expert-model-parallel-size"
 EXPERTS = f"--num-experts 8 {EP} 4 {DISPATCHER} alltoall {BALANCING} aux_loss"
 FLEX = f"{EXPERTS} {DISPATCHER} flex"
@@ -184,11 +183,10 @@ def test_flags_and_defaults_are_megatrons():
             assert default in row.allowed, row.flag
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [action for action in add_epp_args(argparse.ArgumentParser())._actions if action.type in (int, float)],
-    ids=lambda action: action.dest,
-)
+NUMBERS = [action for action in add_epp_args(argparse.ArgumentParser())._actions if action.type in (int, float)]
+
+
+@pytest.mark.parametrize("flag", NUMBERS, ids=lambda action: action.dest)
 def test_no_flag_takes_what_is_no_finite_number(flag):
     """Nor one below zero, or so large that it means none."""
     needed = {"epp_host_memory_gb": "--epp-offload", "epp_trace": "--epp-report-dir reports"}.get(flag.dest, "")
@@ -254,10 +252,8 @@ def test_every_layer_that_megatron_has_is_in_the_table_of_kinds_or_refused_by_na
 
 def test_the_table_of_kinds_is_read_without_megatron_and_torch():
     """Commands on other machines check flags by it."""
-    code = (
-        "import sys; from megatron_epp.mcore.model.kinds import KINDS; assert len(KINDS) > 3; "
-        "sys.exit(bool({'torch', 'megatron.core'} & set(sys.modules)))"
-    )
+    code = "import sys; from megatron_epp.mcore.model.kinds import KINDS; assert len(KINDS) > 3; "
+    code += "sys.exit(bool({'torch', 'megatron.core'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 
 
@@ -301,16 +297,13 @@ def test_a_model_of_samples_is_refused_by_the_names_of_its_configuration(setting
     assert says or "attention attends by AttnMaskType.no_mask" in refusal(model, Average.SEQUENCES)
 
 
-def test_a_window_of_all_earlier_tokens_is_none():
+def test_a_window_of_all_earlier_tokens_is_none_and_attention_that_is_not_causal_is_refused():
     alone = argparse.Namespace(size=lambda: 1)
     config = argparse.Namespace(kv_channels=8, attention_backend=AttnBackend.auto, softmax_type="vanilla")
     config.window_attn_skip_freq = None
     windows = {(-1, 0): None, (5, 0): 5, None: None}
     for config.window_size, window in windows.items():
         assert RelayAttention(config, 1, pg_collection=argparse.Namespace(cp=alone, tp=alone)).window == window
-
-
-def test_attention_that_is_not_causal_is_refused_where_it_is_built():
     with pytest.raises(EppError, match=r"causal attention only; layer 3 asks for AttnMaskType.no_mask"):
         RelayAttention(argparse.Namespace(), 3, AttnMaskType.no_mask)
 
@@ -349,7 +342,6 @@ def test_a_model_that_a_script_builds_without_the_flag_is_looked_at_too(hybrid):
 
 
 def relay(number):
-    """Our attention of a layer, without what it computes with."""
     module = RelayAttention.__new__(RelayAttention)
     torch.nn.Module.__init__(module)
     module.layer_number = number

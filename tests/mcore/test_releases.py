@@ -12,35 +12,24 @@ import pytest
 from megatron_epp.mcore import features
 from scripts.parity.cells import Case
 from tests.support.mcore.figures import FOLDER, recorded
-from tests.support.mcore.forked import command
+from tests.support.mcore.forked import command, succeeded
 from tests.support.mcore.jobs.frameworks import UNEVEN
 from tests.support.mcore.launch import REPOSITORY, launch, run
 from tests.support.mcore.matrix import case
-from tests.support.mcore.parity_cases import ALL_STATISTICS
 from tests.support.mcore.releases import OTHER_RELEASES, release
-from tests.support.mcore.rows import LATENT, OVERLAPPED, STATES
+from tests.support.mcore.rows import AGAIN, ALL_STATISTICS, LATENT, OVERLAPPED, STATES
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.18-to-0.19.patch"
 HYBRID = STATES["two stages, weights apart"]
+UNEVEN_SHARDS = f"{AGAIN} --epp-layout 1,3 --epp-vocab-parallel on"
 SINKS = "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"
 CASES = {
-    "weights apart, vocabulary, uneven layers": case(
-        "pp2 split",
-        "--epp-slices 3 --epp-recompute 1 --epp-layout 1,3 --epp-vocab-parallel on",
-        "grouped",
-        optimizer=OVERLAPPED,
-    ),
-    "padded chunks of experts, beside one process": case(
-        "tp2 sp experts4", "--epp-planner 1f1b", "learned", both=ALL_STATISTICS, alone=True
-    ),
-    "latent attention, multi-token prediction": case(
-        "pp2", "--epp-slices 3 --epp-recompute 1 --epp-latents on", both=f"{LATENT} --mtp-num-layers 1"
-    ),
+    "weights apart, vocabulary, uneven layers": case("pp2 split", UNEVEN_SHARDS, "grouped", optimizer=OVERLAPPED),
+    "padded chunks of experts": case("tp2 sp experts4", "--epp-planner 1f1b", "learned", both=ALL_STATISTICS, alone=True),
+    "latent attention, multi-token prediction": case("pp2", f"{AGAIN} --epp-latents on", both=f"{LATENT} --mtp-num-layers 1"),
     "Mamba-2 and gated delta nets, windows and sinks": replace(HYBRID, both=f"{HYBRID.both} {SINKS}"),
 }
-MORE_CASES = {
-    "experts by DeepEP": case("dp2 experts4 ep2", "--epp-slices 3 --epp-recompute 1 --moe-token-dispatcher-type flex")
-}
+MORE_CASES = {"experts by DeepEP": case("dp2 experts4 ep2", f"{AGAIN} --moe-token-dispatcher-type flex")}
 """In the set `slow`, by themselves."""
 
 
@@ -78,8 +67,7 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, cas
 @pytest.mark.slow
 def test_wrap_runs_on_a_megatron_core_without_its_training_loop(tmp_path: Path) -> None:
     path = {"PYTHONPATH": f"{release('0.18.2')}:{REPOSITORY}", FOLDER: str(tmp_path)}
-    finished = launch(2, *command("frameworks:of_core_alone", {"stages": 2, "lengths": UNEVEN}), env=path)
-    assert finished.returncode == 0, finished.output[-5000:]
+    finished = succeeded(launch(2, *command("frameworks:of_core_alone", {"stages": 2, "lengths": UNEVEN}), env=path))
     assert finished.output.count("megatron-core 0.18.2\n") == 2
     differences = [run["worst"] for rank in recorded(tmp_path) for run in rank["runs"]]
     assert len(differences) == 12

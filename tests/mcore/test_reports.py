@@ -1,9 +1,10 @@
-"""Reports are made in a thread and are diagnostics: training does not wait for them, and goes on where none can be written."""
+"""Reports are diagnostics, made in a thread that training does not wait for; a run that goes on plans by learnt costs."""
 
 import errno
 import json
 import logging
 import os
+import re
 import shlex
 import threading
 from collections.abc import Sequence
@@ -13,13 +14,17 @@ from typing import Any
 
 import pytest
 
+from megatron_epp.cost.kept import FILE_NAME, RECORDED, WARM_UP, from_state
 from megatron_epp.features.report_files.report_folder import LINES, ReportFolder
 from megatron_epp.mcore.iteration.report_thread import Log, Reports
+from megatron_epp.plan.serialize import load
 from megatron_epp.runtime import side_thread
 from megatron_epp.runtime.side_thread import complete_at_end
 from tests.support.failing_disk import swept
-from tests.support.mcore.forked import CHANGED, launch
-from tests.support.mcore.launch import PLANNED
+from tests.support.mcore.forked import CHANGED, job, launch, succeeded
+from tests.support.mcore.jobs.planners import ITERATIONS
+from tests.support.mcore.launch import CHOOSING, PLANNED
+from tests.support.mcore.rows import FIRST_LEARNT, LEARN
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 from tests.support.plan.report_plans import measured_run, sliced_plan
 
@@ -64,25 +69,20 @@ def test_after_a_failure_a_run_ends_though_a_report_waits_for_other_ranks(monkey
     never.set()
 
 
-FLAGS = shlex.split(
-    "--pipeline-model-parallel-size 2 --global-batch-size 4 --split 80,20,0 --eval-iters 1 --eval-interval 3 --log-interval 2 "
-    "--train-iters 6"
-)
+FLAGS = shlex.split("--pipeline-model-parallel-size 2 --global-batch-size 4 --split 80,20,0 --eval-iters 1 --eval-interval 3")
+FLAGS += ["--log-interval", "2", "--train-iters", "6"]
 
 
 def trained(folder: Path, *program: object, flags: Sequence[object] = ()) -> tuple[str, list[dict[str, Any]]]:
     """Train on two ranks; return the output, and the lines of the report in a folder."""
     data = write_pair(folder / "documents", documents_of(long_tailed_lengths(100, 32), vocab_size=127))
     places = "--data-path", data, "--epp-report-dir", folder / "report"
-    finished = launch(2, *program, *PLANNED, *FLAGS, *places, *flags)
-    assert finished.returncode == 0, finished.output[-5000:]
+    finished = succeeded(launch(2, *program, *PLANNED, *FLAGS, *places, *flags))
     return finished.output, [json.loads(line) for line in (folder / "report" / "iterations.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("flags", "last"), [((), 6), (("--exit-interval", 4), 4)], ids=["to the end", "ends early"])
-def test_every_iteration_of_a_training_is_reported_once_and_in_order(
-    tmp_path: Path, flags: tuple[object, ...], last: int
-) -> None:
+def test_every_iteration_of_a_training_is_reported_once_in_order(tmp_path: Path, flags: tuple[object, ...], last: int) -> None:
     output, lines = trained(tmp_path, "-m", "megatron_epp.mcore.pretrain_gpt", flags=flags)
     assert [line["iteration"] for line in lines] == list(range(1, last + 1))
     logged = [line.split(" | ")[0] for line in output.splitlines() if "epp iteration" in line]
@@ -117,9 +117,7 @@ def test_every_iteration_is_a_line_and_those_asked_for_are_traced(tmp_path: Path
     assert files == {LINES, *(f"{name}-{number}.json" for name in ("plan", "measured", "trace") for number in (2, 3))}
 
 
-def test_a_full_disk_is_told_once_and_what_fits_later_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_full_disk_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     folder, write = ReportFolder(tmp_path / "report", "0123abcd", (1, 2, 3)), os.write
 
     def full(*_: object) -> int:
@@ -136,9 +134,7 @@ def test_a_full_disk_is_told_once_and_what_fits_later_is_written(
 
 
 @pytest.mark.parametrize("error", [OSError, MemoryError])
-def test_whichever_step_fails_training_goes_on_and_it_is_told_with_the_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[Exception]
-):
+def test_a_failing_step_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[Exception]):
     def report() -> list[str]:
         caplog.clear()
         written(ReportFolder(tmp_path / "report", "0123abcd", (2,)), range(1, 4))
@@ -162,3 +158,43 @@ def test_a_folder_that_cannot_be_made_is_told_with_its_name(tmp_path: Path, capl
         written(ReportFolder(tmp_path / "file" / "report", "0123abcd"), range(1, 4))
     assert all(f"{tmp_path}/file/report" in one.getMessage() for one in caplog.records)
     assert len(caplog.records) == 2
+
+
+LENGTHS = (180, 12, 60, 33, 7, 90, 25, 140)
+"""Six of them train, so every batch has the same lengths in another order."""
+
+
+def test_every_iteration_says_how_long_it_was_planned_and_planning_ends_with_training(tmp_path: Path) -> None:
+    data = write_pair(tmp_path / "documents", documents_of(LENGTHS, vocab_size=255))
+    succeeded(job(2, "planners", data=data, folder=tmp_path, timeout_s=400))
+    lines = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
+    assert len(lines) == ITERATIONS
+    assert all(line["planning_us"] > 0 for line in lines)
+    assert [(tmp_path / f"left{rank}").read_text() for rank in range(2)] == ["", ""]
+
+
+TRAINING = CHOOSING + shlex.split(
+    "--pipeline-model-parallel-size 2 --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope "
+    f"--override-opt-param-scheduler --vocab-size 255 --split 80,20,0 --eval-iters 1 --eval-interval 100 {LEARN}"
+)
+
+
+def test_a_resumed_run_plans_by_the_learnt_costs_from_its_first_batch(tmp_path: Path) -> None:
+    lengths = long_tailed_lengths(80, 64)
+    data = write_pair(tmp_path / "documents", documents_of(lengths, vocab_size=255))
+    kept = tmp_path / "checkpoints"
+
+    def train(iterations: int, *flags: object) -> str:
+        arguments = [*TRAINING, "--data-path", data, "--train-iters", iterations, "--epp-report-dir", tmp_path / "report"]
+        return succeeded(launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *arguments, *flags)).output
+
+    log = train(WARM_UP + RECORDED, "--save", kept, "--save-interval", WARM_UP + RECORDED)  # ends before learnt plans
+    said = re.findall(r"costs learnt from (\d+) iterations: they took ([\d.]+) of the time by formulas .* batch (\d+)", log)
+    assert [(number, batch) for number, _, batch in said] == [(str(RECORDED), str(FIRST_LEARNT))]
+    assert float(said[0][1]) > 0
+    (one,) = from_state(json.loads((kept / FILE_NAME).read_text()))
+    assert one.costs.name == "learnt"
+    resumed = train(WARM_UP + RECORDED + 1, "--load", kept, "--epp-trace", WARM_UP + RECORDED + 1)
+    assert "costs learnt from" not in resumed
+    assert "costs are those that an earlier run of this model has learnt" in resumed
+    assert load(tmp_path / "report" / "plan.json").costs == "learnt"

@@ -12,19 +12,12 @@ from tests.support.mcore.jobs.samples import LENGTHS
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
-# Keys and values of one size, which Megatron's own attention in torch can run.
+# Keys and values of one size, which Megatron's own attention in torch can run. By the two scales scores have another factor
+# than that of their channels.
 LATENT = {
-    "multi_latent_attention": True,
-    "rope_type": "rope",
-    "apply_rope_fusion": False,
-    "rotary_scaling_factor": 4.0,  # with the next, scores have another factor than that of their channels
-    "mscale_all_dim": 1.0,
-    "q_lora_rank": 6,
-    "kv_lora_rank": 8,
-    "qk_head_dim": 6,
-    "qk_pos_emb_head_dim": 2,
-    "v_head_dim": 8,
-}
+    "multi_latent_attention": True, "rope_type": "rope", "apply_rope_fusion": False, "rotary_scaling_factor": 4.0,
+    "mscale_all_dim": 1.0, "q_lora_rank": 6, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 2, "v_head_dim": 8,
+}  # fmt: skip
 DELTA = {
     "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,
@@ -71,15 +64,12 @@ def _scale(layout):
     return 1 if layout.get("per_token", True) else len(LENGTHS) // layout.get("replicas", 1)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "layout"),
-    [
-        pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas"),
-        pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel", marks=SLOW),
-    ],
-)
-def test_preferences_have_the_gradient_that_their_margins_ask_for(num_ranks, layout):
-    for one in of_ranks(job(num_ranks, "samples:pairs", **layout)):
+BY_REPLICA, SHARED = {"replicas": 2, "per_token": False}, {"tensor_parallel": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize("layout", [BY_REPLICA, pytest.param(SHARED, marks=SLOW)], ids=["replicas", "tensor and sequence"])
+def test_preferences_have_the_gradient_that_their_margins_ask_for(layout):
+    for one in of_ranks(job(4, "samples:pairs", **layout)):
         assert one["worst"] <= TOLERANCE
         assert one["losses"][0] == pytest.approx(one["losses"][1], rel=TOLERANCE)
         assert one["accuracy"][0] == pytest.approx(one["accuracy"][1])
@@ -127,9 +117,7 @@ def test_what_is_wrong_with_samples_and_models_is_said_on_every_rank_and_the_nex
         pytest.param(2, {}, id="pipeline", marks=SLOW),
         pytest.param(4, {"replicas": 2, "per_token": False}, id="replicas", marks=SLOW),
         pytest.param(4, {"replicas": 2, "distributed": True, "overlaps": True}, id="replicas, parts of the optimizer"),
-        pytest.param(
-            4, {"replicas": 2, "per_token": False, "distributed": True}, id="gradients by replicas, parts", marks=SLOW
-        ),
+        pytest.param(4, {"replicas": 2, "per_token": False, "distributed": True}, id="by replicas, parts", marks=SLOW),
     ],
 )
 def test_several_calls_before_a_step_are_one_batch_and_what_would_be_wrong_is_refused(num_ranks, layout):

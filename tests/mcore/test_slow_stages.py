@@ -16,19 +16,17 @@ from megatron_epp.plan import Action, Op, Plan
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_profile
-from tests.support.mcore.forked import CHANGED, job, launch
+from tests.support.mcore.forked import CHANGED, job, launch, succeeded
 from tests.support.mcore.launch import PLANNED
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 from tests.support.plan.small_plans import one_f_one_b
 
-NAMED = re.compile(
-    r"rank 1 on (\S+) takes ([\d.]+) of the time of its costs for stage 1 "
-    r"\(([\d.]+) ms an iteration by the plan, ([\d.]+) ms without\)"
-)
+NAMED = r"rank 1 on (\S+) takes ([\d.]+) of the time of its costs for stage 1 "
+NAMED += r"\(([\d.]+) ms an iteration by the plan, ([\d.]+) ms without\)"
 
 
 def check_named(output: str) -> None:
-    (named,) = NAMED.findall(output)
+    (named,) = re.findall(NAMED, output)
     host, ratio, slow_ms, quick_ms = named
     assert host == socket.gethostname()
     assert float(ratio) > SLOWER
@@ -38,19 +36,15 @@ def check_named(output: str) -> None:
 
 @pytest.mark.slow  # the other loop with the same watch
 def test_a_slow_rank_of_a_frameworks_own_loop_is_named() -> None:
-    finished = job(2, "frameworks:slow")
-    assert finished.returncode == 0, finished.output[-5000:]
+    finished = succeeded(job(2, "frameworks:slow"))
     check_named(finished.output)
 
 
 def test_a_slow_rank_of_a_training_on_documents_is_named(tmp_path: Path) -> None:
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(200, 64), vocab_size=127))
-    flags = shlex.split(
-        "--pipeline-model-parallel-size 2 --global-batch-size 4 --seq-length 64 --max-position-embeddings 64 "
-        f"--epp-costs learn --epp-lookahead 1 --train-iters {6 + 2 * ITERATIONS}"
-    )
-    finished = launch(2, CHANGED, "slow", *PLANNED, *flags, "--data-path", data)
-    assert finished.returncode == 0, finished.output[-5000:]
+    flags = shlex.split("--pipeline-model-parallel-size 2 --global-batch-size 4 --seq-length 64 --max-position-embeddings 64 ")
+    flags += shlex.split(f"--epp-costs learn --epp-lookahead 1 --train-iters {6 + 2 * ITERATIONS}")
+    finished = succeeded(launch(2, CHANGED, "slow", *PLANNED, *flags, "--data-path", data))
     check_named(finished.output)
 
 
@@ -141,10 +135,9 @@ def test_passes_of_vocabulary_shards_are_of_ranks_and_no_stage_is_named_for_them
     shape = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=5000)
     costs = analytic_profile(shape, CPU).costs([2, 2], vocabulary_shares=(0.5, 0.5))
     made, stages = plan(Problem((40, 30, 20), (0, 1), (UNLIMITED_BYTES,) * 2), costs, Options()), SlowStages()
+    slower = [(action, (9.0 if action.op in (Op.S, Op.N, Op.T) else 1.0) * time) for action, time in took(made, 1, 1.0)]
     for _ in range(ITERATIONS):
-        stages.add(
-            made, 1, [(action, 9.0 * time if action.op in (Op.S, Op.N, Op.T) else time) for action, time in took(made, 1, 1.0)]
-        )
+        stages.add(made, 1, slower)
     assert {step.action.stage for step in made.ranks[1] if step.action.op is Op.N} == {0}
     assert stages.slow == {}
 

@@ -4,20 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mcore.forked import job
+from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.soak import CASES, LONGEST, VOCABULARY
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 
 def soaked(name: str, folder: Path) -> list[dict[int, int]]:
-    """Train a case; return what was counted by iteration, of every rank."""
     lengths = [LONGEST // 2 + i % (LONGEST // 2) for i in range(61)]
     data = write_pair(folder / "documents", documents_of(lengths, vocab_size=VOCABULARY))
     case = CASES[name]
-    finished = job(case.pipeline_size, "soak", data=data, name=name, timeout_s=0.6 * case.iterations)
-    assert finished.returncode == 0, finished.output[-5000:]
-    assert len(finished.figures) == case.pipeline_size
-    return [{int(iteration): count for iteration, count in figures["counts"].items()} for figures in finished.figures]
+    figures = of_ranks(job(case.pipeline_size, "soak", data=data, name=name, timeout_s=0.6 * case.iterations))
+    assert len(figures) == case.pipeline_size
+    return [{int(iteration): count for iteration, count in own["counts"].items()} for own in figures]
 
 
 def test_many_iterations_of_training_leave_no_tensor_behind(tmp_path: Path) -> None:

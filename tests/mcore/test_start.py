@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,12 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
 def test_a_run_that_would_train_is_not_refused(asked: Asked, tmp_path: Path) -> None:
     assert asked.problems() == []
     assert asked.problems(f"--save {tmp_path / 'a' / 'b'} --load {tmp_path / 'a' / 'b'} --save-interval 5") == []
+    user = "--epp-microbatches user --load nowhere --finetune --data-path no/where --eval-interval 0 --lr-warmup-iters 20"
+    assert asked.problems(user) == []
+    flags = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex"
+    assert asked.problems(flags, world_size=2, wants_files=False) == []
+    (tmp_path / start.TRACKER).write_text("10")
+    assert asked.problems(f"--load {tmp_path}") == []
 
 
 @pytest.mark.parametrize("more", ["", "--epp-allow-unknown-megatron"])
@@ -43,28 +50,13 @@ def test_a_run_without_plans_needs_no_flag_of_ours(more: str) -> None:
     entry.check_run(megatron_parser().parse_args([*TINY, *more.split()]), 1)
 
 
-@pytest.mark.parametrize(
-    ("missing", "says"),
-    [
-        ("lr", "--lr is missing: pass a learning rate"),
-        ("max_position_embeddings", "--max-position-embeddings argument is None"),
-    ],
-)
-def test_a_flag_that_is_missing_is_named(asked: Asked, missing: str, says: str) -> None:
-    args = asked.args()
-    setattr(args, missing, None)
-    with pytest.raises(EppError, match=says):
-        entry.check_start(args, 1, wants_files=False)
-
-
-def test_a_script_with_its_own_microbatches_may_run_another_loop_with_its_own_files(asked: Asked) -> None:
-    user = "--epp-microbatches user --load nowhere --finetune --data-path no/where --eval-interval 0 --lr-warmup-iters 20"
-    assert asked.problems(user) == []
-
-
-def test_a_package_that_is_not_installed_may_be_where_the_run_will_be(asked: Asked) -> None:
-    flags = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex"
-    assert asked.problems(flags, world_size=2, wants_files=False) == []
+def test_a_flag_that_is_missing_is_named(asked: Asked) -> None:
+    named = "--max-position-embeddings argument is None"
+    for missing, says in (("lr", "--lr is missing: pass a learning rate"), ("max_position_embeddings", named)):
+        args = asked.args()
+        setattr(args, missing, None)
+        with pytest.raises(EppError, match=says):
+            entry.check_start(args, 1, wants_files=False)
 
 
 @pytest.mark.parametrize("door", ["", "--epp-microbatches user --eval-interval 0"])
@@ -85,9 +77,7 @@ def test_where_nothing_is_evaluated_there_needs_to_be_no_interval(asked: Asked) 
     assert args.eval_interval == 20
 
 
-def test_a_run_asks_on_its_first_rank_before_megatron_validates(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_asks_on_its_first_rank_before_megatron(asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     args, validated = asked.args(f"--tensorboard-dir {tmp_path / 'file' / 'below'}"), []
     args.rank, args.world_size = 0, 1
     (tmp_path / "file").touch()
@@ -101,33 +91,37 @@ def test_a_run_asks_on_its_first_rank_before_megatron_validates(
 
 def test_a_folder_that_cannot_be_written_is_named(asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(start.os, "access", lambda path, mode: False)
-    assert asked.problems(f"--save {tmp_path / 'run'} --save-interval 5") == [
-        f"--save {tmp_path / 'run'}: the folder {tmp_path} cannot be written; choose another folder"
-    ]
+    said = f"--save {tmp_path / 'run'}: the folder {tmp_path} cannot be written; choose another folder"
+    assert asked.problems(f"--save {tmp_path / 'run'} --save-interval 5") == [said]
 
 
-def checkpoint(asked: Asked, folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "", world_size: int = 1) -> Path:
-    """Folder with what a checkpoint of a run with these flags holds besides tensors, the schedule as Megatron makes it."""
-    then = asked.args(more)
-    entry.check_start(then, world_size, wants_files=False)
-    then = start.validate(then)
-    monkeypatch.setattr(training, "get_args", lambda: then)
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    schedule = training.get_optimizer_param_scheduler(optimizer).state_dict()
-    (folder / "iter_0000010").mkdir(parents=True)
-    (folder / start.TRACKER).write_text("10")
-    about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (folder / "iter_0000010" / "metadata.json").write_text(json.dumps(about))
-    torch.save({"args": then, "opt_param_scheduler": schedule}, folder / "iter_0000010" / "common.pt")
-    return folder
+Saves = Callable[..., Path]
 
 
-def test_the_flags_of_the_run_that_saved_a_checkpoint_go_on(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def saves(asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Saves:
+    """Make a folder with what a checkpoint of a run with flags holds besides tensors, the schedule as Megatron makes it."""
+
+    def save(more: str = "", world_size: int = 1, name: str = "saved") -> Path:
+        then, folder = asked.args(more), tmp_path / name
+        entry.check_start(then, world_size, wants_files=False)
+        then = start.validate(then)
+        monkeypatch.setattr(training, "get_args", lambda: then)
+        schedule = training.get_optimizer_param_scheduler(torch.optim.SGD([torch.zeros(1)])).state_dict()
+        (folder / "iter_0000010").mkdir(parents=True)
+        (folder / start.TRACKER).write_text("10")
+        about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        (folder / "iter_0000010" / "metadata.json").write_text(json.dumps(about))
+        torch.save({"args": then, "opt_param_scheduler": schedule}, folder / "iter_0000010" / "common.pt")
+        return folder
+
+    return save
+
+
+def test_the_flags_of_the_run_that_saved_it_go_on(asked: Asked, saves: Saves) -> None:
     more = "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --min-lr 1e-5 --lr-decay-iters 15"
-    assert asked.problems(f"--load {checkpoint(asked, tmp_path / 'a', monkeypatch)}") == []
-    assert asked.problems(f"--load {checkpoint(asked, tmp_path / 'b', monkeypatch, more)} {more}") == []
+    assert asked.problems(f"--load {saves()}") == []
+    assert asked.problems(f"--load {saves(more, name='other')} {more}") == []
 
 
 OTHERS = {
@@ -142,10 +136,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("more", OTHERS)
-def test_another_schedule_than_that_of_the_checkpoint_is_refused_by_its_flags(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: str
-) -> None:
-    folder = checkpoint(asked, tmp_path, monkeypatch)
+def test_another_schedule_than_that_of_the_checkpoint_is_refused_by_its_flags(asked: Asked, saves: Saves, more: str) -> None:
+    folder = saves()
     (problem,) = asked.problems(f"--load {folder} {more}")
     assert problem.startswith(f"the checkpoint in {folder} was saved with another schedule of learning rates")
     assert OTHERS[more] in problem
@@ -155,10 +147,10 @@ def test_another_schedule_than_that_of_the_checkpoint_is_refused_by_its_flags(
 
 
 @pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
-def test_layers_that_bridge_cannot_export_are_refused_for_its_checkpoint(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
+def test_layers_bridge_cannot_export_are_refused(
+    asked: Asked, saves: Saves, monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
-    folder = checkpoint(asked, tmp_path, monkeypatch)
+    folder = saves()
     local, engine = (f"{flag} {folder} --transformer-impl {layers}" for layers in ("local", "transformer_engine"))
     assert asked.problems(local) == []
     (config := folder / "iter_0000010" / "run_config.yaml").touch()
@@ -172,11 +164,11 @@ def test_layers_that_bridge_cannot_export_are_refused_for_its_checkpoint(
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("form", ["", "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"])
-def test_optimizer_state_of_experts_on_one_rank_or_on_several_is_not_loaded_with_the_other(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int, now: int, form: str
+def test_optimizer_state_of_experts_on_one_or_several_is_kept_to(
+    asked: Asked, saves: Saves, before: int, now: int, form: str
 ) -> None:
     more = f"--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size {{}} {form}"
-    folder = checkpoint(asked, tmp_path, monkeypatch, more.format(before), world_size=2)
+    folder = saves(more.format(before), world_size=2)
     (problem,) = asked.problems(f"--load {folder} {more.format(now)}", world_size=2)
     assert f"the optimizer state in {folder} was saved with --expert-model-parallel-size {before}" in problem
     assert f"resume with {before}, or begin it anew with --no-load-optim" in problem
@@ -184,30 +176,17 @@ def test_optimizer_state_of_experts_on_one_rank_or_on_several_is_not_loaded_with
     assert asked.problems(f"--load {folder} {more.format(now)} --no-load-optim", world_size=2) == []
 
 
-def test_a_checkpoint_of_another_model_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = checkpoint(asked, tmp_path, monkeypatch)
-    assert asked.problems(f"--load {folder} --num-layers 8") == [
-        f"the checkpoint in {folder} is of another model: this run has --num-layers 8, not 4"
-    ]
-
-
-def test_layers_that_follow_from_a_pattern_are_not_compared_before_megatron_counts_them(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = checkpoint(asked, tmp_path, monkeypatch)
+def test_a_checkpoint_of_another_model_is_refused(asked: Asked, saves: Saves) -> None:
+    """Layers that follow from a pattern are not compared before Megatron counts them."""
+    folder = saves()
+    said = f"the checkpoint in {folder} is of another model: this run has --num-layers 8, not 4"
+    assert asked.problems(f"--load {folder} --num-layers 8") == [said]
     args = asked.args(f"--load {folder}")
     args.num_layers = None
     assert list(start._unlike(args, folder)) == []
 
 
-def test_a_checkpoint_that_cannot_be_read_is_left_to_who_loads_it(asked: Asked, tmp_path: Path) -> None:
-    (tmp_path / start.TRACKER).write_text("10")
-    assert asked.problems(f"--load {tmp_path}") == []
-
-
-def test_a_run_that_begins_without_the_checkpoint_that_it_names_says_so(
-    asked: Asked, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_its_checkpoint_says_so(asked: Asked, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert asked.problems(f"--load {tmp_path / 'nowhere'}") == []
     (record,) = (record for record in caplog.records if "new weights" in record.getMessage())
     assert record.getMessage() == f"--load: there is no folder {tmp_path / 'nowhere'}: training begins with new weights"

@@ -117,9 +117,7 @@ class Step:
         ("BlendedMegatronDatasetBuilder", Step, "BlendedMegatronDatasetBuilder, which train_valid_test_datasets_provider uses"),
     ],
 )
-def test_what_is_put_in_the_place_of_something_that_it_uses_is_named(
-    script: Import, name: str, value: Any, beginning: str
-) -> None:
+def test_what_is_put_in_the_place_of_something_used_is_named(script: Import, name: str, value: Any, beginning: str) -> None:
     module = script()
     setattr(module, name, value)
     reported = changes(module)
@@ -152,12 +150,13 @@ def test_a_wrapped_forward_step_is_refused(script: Import, wrap: Callable[..., A
     assert subject in change
 
 
-def test_partials_that_megatron_makes_are_taken(script: Import) -> None:
+def test_partials_that_megatron_makes_and_functions_of_this_package_are_taken(script: Import) -> None:
     module = script()
     assert changes_of(PROVIDER, functools.partial(module.train_valid_test_datasets_provider, vp_stage=1)) == []
     assert changes_of(FORWARD_STEP, functools.partial(module.forward_step)) == []
     (change,) = changes_of(FORWARD_STEP, functools.partial(module.forward_step, vp_stage=1))
     assert "binds vp_stage" in change
+    assert changes_of(FORWARD_STEP, gpt.forward_step) == changes_of(PROVIDER, gpt.build_datasets) == []
 
 
 def test_a_known_text_around_other_variables_is_refused(script: Import) -> None:
@@ -165,10 +164,6 @@ def test_a_known_text_around_other_variables_is_refused(script: Import) -> None:
     around = f"def around(torch):\n    def loss_func{text}\n    return loss_func\n\n\nloss_func = around(object())\n\n\n"
     (change,) = changes(script(("def forward_step", f"{around}def forward_step")))
     assert "around.<locals>.loss_func" in change
-
-
-def test_the_functions_of_this_package_are_taken() -> None:
-    assert changes_of(FORWARD_STEP, gpt.forward_step) == changes_of(PROVIDER, gpt.build_datasets) == []
 
 
 def test_all_changes_are_told_at_once_with_what_to_do(script: Import) -> None:
@@ -188,9 +183,7 @@ def call_of(module: ModuleType, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schedule", ["elastic", "stock", "whole", "padded", "packed"])
-def test_every_schedule_refuses_them_before_anything_starts(
-    script: Import, monkeypatch: pytest.MonkeyPatch, schedule: str
-) -> None:
+def test_every_schedule_refuses_them_before_a_start(script: Import, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     args = types.SimpleNamespace(epp=True, epp_schedule=schedule, epp_placement="looped", train_iters=None)
     edited, known = script(EDITED["loss"][1]), script()
     started = []
@@ -214,9 +207,7 @@ def test_every_schedule_refuses_them_before_anything_starts(
 
 
 @pytest.mark.parametrize("edit", ["loss", "provider"])
-def test_functions_that_a_script_will_pass_are_refused_while_it_parses_its_flags(
-    script: Import, monkeypatch: pytest.MonkeyPatch, edit: str
-) -> None:
+def test_functions_a_script_will_pass_are_refused_early(script: Import, monkeypatch: pytest.MonkeyPatch, edit: str) -> None:
     args: Any = types.SimpleNamespace(epp=True, epp_microbatches="plan")
     edited = script(EDITED[edit][1])
     monkeypatch.setitem(sys.modules, "__main__", edited)

@@ -3,6 +3,7 @@
 import sys
 import threading
 from argparse import Namespace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -113,21 +114,18 @@ def params_of(mode: str) -> ChunkParams:
 
 def test_forwards_of_a_layer_at_the_same_time_recompute_their_own_parts(monkeypatch) -> None:
     again: list[str] = []
-    monkeypatch.setattr(
-        layer_recompute,
-        "run_again",
-        lambda run, args, kwargs, in_fp8: (again.append(threading.current_thread().name), run(*args, **kwargs))[1],
-    )
+
+    def run_again(run, args, kwargs, in_fp8):
+        again.append(threading.current_thread().name)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(layer_recompute, "run_again", run_again)
     assert MODES["mlp"].runs_again >= {MLP}
     layer = Layer()
     layer_recompute.recompute_by_mode([layer])
     hidden = torch.ones(2, requires_grad=True)
-    threads = [
-        threading.Thread(
-            target=layer.forward, args=(hidden,), kwargs={"packed_seq_params": params_of(mode)}, name=mode or "none"
-        )
-        for mode in ("mlp", "")
-    ]
+    targets = {mode: partial(layer.forward, hidden, packed_seq_params=params_of(mode)) for mode in ("mlp", "")}
+    threads = [threading.Thread(target=target, name=mode or "none") for mode, target in targets.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -162,29 +160,18 @@ def test_everything_comes_back(monkeypatch) -> None:
 
 
 ORDER = "tp-cp-ep-dp-pp"
-"""Megatron's default."""
 
 
 @pytest.mark.parametrize(
     ("tensor", "context", "data", "expert", "sharing"),
     [(2, 1, 4, 4, 1), (2, 2, 4, 4, 2), (4, 2, 2, 4, 1), (2, 2, 2, 8, 1), (4, 1, 2, 1, 2), (1, 4, 4, 2, 1), (2, 1, 8, 4, 4)],
 )
-def test_experts_span_neighbours_across_tensor_and_context_parallel_ranks_and_replicas(
-    tensor: int, context: int, data: int, expert: int, sharing: int
-):
+def test_experts_span_neighbours_across_ranks_and_replicas(tensor: int, context: int, data: int, expert: int, sharing: int):
     config = Configuration(tensor, context, 2, data, expert, sharing)
     shape = ModelShape(
-        num_layers=2,
-        hidden_size=64,
-        ffn_hidden_size=64,
-        num_attention_heads=8,
-        vocab_size=128,
-        num_experts=8,
-        tensor_parallel=tensor,
-        context_parallel=context,
-        expert_parallel=expert,
-        expert_tensor_parallel=sharing,
-    )
+        num_layers=2, hidden_size=64, ffn_hidden_size=64, num_attention_heads=8, vocab_size=128, num_experts=8,
+        tensor_parallel=tensor, context_parallel=context, expert_parallel=expert, expert_tensor_parallel=sharing,
+    )  # fmt: skip
     holders = tensor * context * data // (expert * sharing)
     experts = RankGenerator(tp=sharing, ep=expert, dp=holders, pp=2, cp=1, order=ORDER)
     dense = RankGenerator(tp=tensor, ep=1, dp=data, pp=2, cp=context, order=ORDER)
@@ -211,8 +198,6 @@ def test_every_sequence_is_padded_to_a_multiple_of_the_ranks_that_share_it(
 
 
 class Machine:
-    """Stand-in for Megatron's rerun machine: keeps what it is asked to validate."""
-
     def __init__(self) -> None:
         self.asked: list[dict[str, object]] = []
 
@@ -274,9 +259,7 @@ def test_a_loop_of_ones_own_tells_what_an_attention_kernel_is_chosen_by(monkeypa
     args = Namespace(**{name: getattr(config, name, None) for names in wrap._OF_MODEL for name in names.split()})
     sizes = AttentionSizes(4, 4, 1, 128, 128, 0.0, 0, 2, False)
     asked = []
-    monkeypatch.setattr(
-        kernels, "explain", lambda case, preference: asked.append((case, preference)) or (flash.TORCH_FLASH, [])
-    )
+    monkeypatch.setattr(kernels, "explain", lambda *given: asked.append(given) or (flash.TORCH_FLASH, []))
     assert kernel_of(args, sizes)
     ((case, preference),) = asked
     assert (case.dtype, preference) == (torch.bfloat16, "auto")
@@ -284,7 +267,6 @@ def test_a_loop_of_ones_own_tells_what_an_attention_kernel_is_chosen_by(monkeypa
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """Calls of what prepares Megatron, which here changes nothing."""
     calls = []
     monkeypatch.setattr(entry, "prepare", lambda: calls.append([*sys.argv]))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -301,11 +283,9 @@ def test_the_script_runs_as_main_with_its_own_flags_and_folder(prepared, monkeyp
     assert prepared == [[str(script), "--epp", "--lr", "1"]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"), [([], "say which script to run: torchrun"), (["nowhere.py"], "there is no script .*nowhere.py")]
-)
-def test_without_a_script_one_line_says_what_is_missing(prepared, monkeypatch, arguments, words):
-    monkeypatch.setattr(sys, "argv", ["run", *arguments])
-    with pytest.raises(SystemExit, match=f"megatron_epp, rank 0: {words}"):
-        way_in.main()
+def test_without_a_script_one_line_says_what_is_missing(prepared, monkeypatch):
+    for given, words in (([], "say which script to run: torchrun"), (["nowhere.py"], "there is no script .*nowhere.py")):
+        monkeypatch.setattr(sys, "argv", ["run", *given])
+        with pytest.raises(SystemExit, match=f"megatron_epp, rank 0: {words}"):
+            way_in.main()
     assert prepared == []

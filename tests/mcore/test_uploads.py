@@ -39,7 +39,7 @@ def prepared(batch: GlobalBatch, **needs: Any) -> PreparedBatch:
 DATASET = MemoryDataset([3, 9, 7, 9, 20])
 
 
-def test_stages_get_the_arrays_of_every_chunk_from_one_buffer() -> None:
+def test_stages_get_the_arrays_and_segment_tables_of_every_chunk_from_one_buffer() -> None:
     batch = batch_of(DATASET)
     made = prepared(batch, rows_of=lambda mask: mask.nonzero().squeeze(1) if len(mask) == 16 else None)
     for chunk in range(3):
@@ -51,9 +51,6 @@ def test_stages_get_the_arrays_of_every_chunk_from_one_buffer() -> None:
     assert [made.inputs.chunk(chunk).output_share for chunk in range(3)] == [1.0, 15 / 16, 1.0]
     assert made.inputs.sequence_ends.tolist() == [0, 20, 23, 30]
     assert made.program.upload is made.inputs.upload
-
-
-def test_segment_tables_come_with_them() -> None:
     made = prepared(batch_of(DATASET))
     queries, keys = made.program.layouts[1].table.cu_seqlens(CPU)
     assert (queries.tolist(), keys.tolist()) == ([0, 12, 15, 16], [0, 20, 23, 24])
@@ -84,13 +81,10 @@ class Unreadable:
         raise AssertionError("a rank between the first and the last reads no tokens")
 
 
-def test_ranks_without_ends_read_no_tokens_and_get_segment_tables_alone() -> None:
+def test_ranks_get_what_their_stages_read_and_those_without_ends_segment_tables_alone() -> None:
     made = prepared(batch_of(Unreadable()), reads_tokens=False)
     assert made.inputs.chunk(2).tokens is None
     assert len(made.inputs.upload.tensors) == 1 + len(CHUNKS)
-
-
-def test_the_first_stage_gets_no_labels_and_a_shard_no_tokens() -> None:
     first = prepared(batch_of(DATASET)).inputs.chunk(0)
     assert first.tokens is not None
     assert (first.labels, first.loss_mask, first.rows) == (None, None, None)
@@ -105,7 +99,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def counts(data: str, flags: str) -> tuple[list[dict[str, int]], ...]:
-    """Counts of every rank after each iteration, from the beginning of the run."""
     given = ["--data-path", data, "--split", "100,0,0", "--eval-iters", 0, "--pipeline-model-parallel-size", 2]
     given += ["--calculate-per-token-loss", "--lr-decay-iters", 100, "--train-iters", ITERATIONS, "--epp", *flags.split()]
     return of_ranks(launch(2, CHANGED, "counted", *TINY_ON_DOCUMENTS, *given))

@@ -3,19 +3,20 @@ steps of several calls, and routers that replay."""
 
 import re
 from collections import defaultdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from tests.support.mcore.forked import RECORDER, job, launch, of_ranks, train
+from tests.support.mcore.forked import RECORDER, job, launch, of_ranks, succeeded, train
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 from tests.support.mcore.jobs.reinforcement import UNLIKE
 from tests.support.mcore.launch import TINY
 from tests.support.seeds import some_by_default
 
 PLANS = ("--epp", "--epp-microbatches", "user")
-STAGES = ("--pipeline-model-parallel-size", "2")
+STAGES, PIPELINING = ("--pipeline-model-parallel-size", "2"), "forward_backward_pipelining"
 ITERATIONS = 6
 PIPELINES = [
     pytest.param(2, UNEVEN, id="a stage per rank", marks=pytest.mark.slow),  # the other has queues of several chunks
@@ -26,15 +27,12 @@ TOLERANCE = 1e-5
 
 def test_an_iteration_that_runs_again_gets_its_own_microbatches_and_its_own_plan(tmp_path: Path) -> None:
     """Costs are learnt when four runs are done; the second of iteration 3 is the fifth. Dropout differs by order."""
-    runs = [
-        train(tmp_path / str(number), 2, *STAGES, "--hidden-dropout", 0.1, *flags, iterations=ITERATIONS, change="rerun")
-        for number, flags in enumerate(((), PLANS))
-    ]
-    for finished in runs:
+    run = partial(train, tmp_path / "run", 2, *STAGES, "--hidden-dropout", 0.1, iterations=ITERATIONS, change="rerun")
+    own, planned = run(), run(*PLANS)
+    for finished in (own, planned):
         assert len(re.findall("Unexpected result", finished.output)) == 3
         assert len(re.findall("unexpected result is reproducible within the tolerance", finished.output)) == 3
         assert "not reproducible" not in finished.output
-    own, planned = runs
     for iteration in range(1, 4):  # from the next on, microbatches have the random numbers of another order
         assert planned.steps[iteration] == pytest.approx(own.steps[iteration], rel=TOLERANCE)
 
@@ -62,14 +60,9 @@ def test_validated_results_are_numbered_by_microbatch_in_whatever_order_these_ru
 
 @pytest.mark.parametrize(
     ("stages", "lengths", "name"),
-    [
-        (2, UNEVEN, "forward_backward_pipelining_without_interleaving"),
-        (4, EVEN, "forward_backward_pipelining_with_interleaving"),
-    ],
+    [(2, UNEVEN, f"{PIPELINING}_without_interleaving"), (4, EVEN, f"{PIPELINING}_with_interleaving")],
 )
-def test_a_framework_that_knows_nothing_of_plans_trains_by_them_once_they_are_installed(
-    stages: int, lengths: tuple[int, ...], name: str
-) -> None:
+def test_a_framework_without_plans_trains_by_installed_ones(stages: int, lengths: tuple[int, ...], name: str) -> None:
     for found in of_ranks(job(2, "frameworks:installed", stages=stages, lengths=lengths, name=name)):
         assert found["worst"] < TOLERANCE
         assert all(results == found["stock"] for results in found["results"])
@@ -82,23 +75,20 @@ def test_a_framework_that_knows_nothing_of_plans_trains_by_them_once_they_are_in
     ("processes", "flags", "name"),
     [
         (1, (), "forward_backward_no_pipelining"),
-        (2, STAGES, "forward_backward_pipelining_without_interleaving"),
-        (2, (*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"), "forward_backward_pipelining_with_interleaving"),
+        (2, STAGES, f"{PIPELINING}_without_interleaving"),
+        (2, (*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"), f"{PIPELINING}_with_interleaving"),
     ],
 )
-def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(
-    tmp_path: Path, processes: int, flags: tuple[str, ...], name: str
-) -> None:
+def test_a_schedule_called_in_a_wrapper_is_planned(tmp_path: Path, processes: int, flags: tuple[str, ...], name: str) -> None:
     program = RECORDER.with_name("direct_training.py")
     arguments = [*TINY, "--train-iters", 2, *flags, *PLANS]
-    finished = launch(processes, "-m", "megatron_epp.run", program, *arguments, env={"RECORD_TO": str(tmp_path)})
-    assert finished.returncode == 0, finished.output[-5000:]
+    finished = succeeded(launch(processes, "-m", "megatron_epp.run", program, *arguments, env={"RECORD_TO": str(tmp_path)}))
     assert f"called through the wrapper: 4 times {name}" in finished.output  # training, and evaluation at the end
     assert "in their own order, while costs are learnt" in finished.output
 
 
 @some_by_default("ways", [((False, False), (True, True)), ((False, True), (True, False))], 1)
-def test_gradients_are_reduced_once_behind_a_step_of_two_calls_and_with_a_replica_that_has_no_microbatches(
+def test_gradients_are_reduced_once_behind_a_step_of_two_calls_and_with_an_idle_replica(
     ways: tuple[tuple[bool, bool], ...],
 ) -> None:
     """As NeMo-RL's split step: the hooks are set so that no call reduces, and gradients are finalised behind the last."""
@@ -138,9 +128,8 @@ def test_routes_that_routers_replay_are_those_of_their_microbatches_in_the_given
 
 
 @pytest.mark.parametrize(("stages", "lengths"), PIPELINES)
-def test_microbatches_read_by_get_next_are_run_in_any_order_and_left_behind_the_last(
-    stages: int, lengths: tuple[int, ...]
-) -> None:
+def test_microbatches_read_by_get_next_are_run_in_any_order(stages: int, lengths: tuple[int, ...]) -> None:
+    """Iterators are left behind the last."""
     finished = job(2, "reinforcement:read_by_get_next", stages=stages, lengths=lengths)
     ranks = of_ranks(finished)
     runs = [run for rank in ranks for run in rank["runs"]]

@@ -1,17 +1,23 @@
-"""A script's own microbatches, run by plans, train as Megatron's own schedules train them: its data, forward step and loss."""
+"""A script's own microbatches, run by plans, train as Megatron's schedules train them: also SFT, split weights and offload."""
 
+import json
 import re
+import shlex
 from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 
 from megatron_epp.plan import EppError
-from tests.support.mcore.forked import job, of_ranks, train
+from tests.support.mcore.forked import job, launch, of_ranks, succeeded, train
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
-from tests.support.mcore.launch import Finished
+from tests.support.mcore.launch import TINY, Finished
 
 PLANS = "--epp --epp-microbatches user"
 ITERATIONS = 6
@@ -20,12 +26,10 @@ TOLERANCE = 1e-5
 """Largest relative difference of losses and of norms of gradients: replicas and stages may add in another order."""
 
 STAGES = "--pipeline-model-parallel-size 2"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CELLS = {
     "one process": (1, ""),
-    "full recompute, loss per token": (
-        2,
-        f"{STAGES} --calculate-per-token-loss --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
+    "full recompute, loss per token": (2, f"{STAGES} --calculate-per-token-loss {RECOMPUTE}"),
 }
 """Others are rows of `test_matrix.py`, compared tensor by tensor."""
 
@@ -93,11 +97,7 @@ def test_what_would_send_over_another_pipeline_or_other_messages_is_refused(monk
     call(p2p_communicator=communicator(P2PCommunicator, "again"), pg_collection=Namespace(pp="again")).check_messages()
 
 
-LOOPS = {
-    "one stage": (1, 1, UNEVEN, "somewhere"),
-    "pipeline": (2, 2, UNEVEN, None),
-    "several stages per rank": (2, 4, EVEN, None),
-}
+LOOPS = {"one stage": (1, 1, UNEVEN, "somewhere"), "pipeline": (2, 2, UNEVEN, None), "stages per rank": (2, 4, EVEN, None)}
 """Ranks, stages, lengths of microbatches, and the attribute of another model that holds the model."""
 
 
@@ -121,7 +121,6 @@ def test_a_loop_without_megatrons_parser_gets_the_gradients_and_results_of_stock
 
 
 def worst_of(ranks: tuple[dict[str, Any], ...]) -> float:
-    """Return the largest relative difference of a gradient, over all planned runs of all ranks."""
     return max(run["worst"] for rank in ranks for run in rank["runs"])
 
 
@@ -138,3 +137,135 @@ def test_under_a_cap_layers_of_some_microbatches_recompute_and_gradients_stay() 
     assert peaks.keys() == {0, 1}
     for of_rank in peaks.values():  # the first iteration runs without plans for the cap, the last with one
         assert of_rank[-1] < min(of_rank[0], cap_bytes)
+
+
+TIMES = {"forward": 100.0, "backward": 200.0, "weight": 100.0}
+"""Times of a layer per token, in us; measured times of such tiny layers are mostly noise."""
+PLANNED = re.compile(
+    r"planned .* ([\d.]+)% of layers recompute, ([\d.]+)% of activations are offloaded, (\d+) weight gradients are actions "
+    r"of their own, microbatches take ([\d.]+) MiB"
+)
+
+
+def planned_by(
+    ranks: int, stages: int, lengths: Sequence[int], settings: dict[str, object], times: object = TIMES, **given: object
+) -> list[tuple[float, ...]]:
+    """Run a loop with settings of `wrap`, check its gradients, and return the figures of each plan in the log."""
+    given |= {"stages": stages, "lengths": lengths, "settings": settings, "us_per_token": times}
+    finished = job(ranks, "frameworks:compared", **given)
+    assert worst_of(of_ranks(finished)) < TOLERANCE
+    return [tuple(map(float, found)) for found in PLANNED.findall(finished.output)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "lengths", "settings"),
+    [(2, UNEVEN, {"split_weight_gradient": True}), (4, EVEN, {})],
+    ids=["one stage per rank", "two stages per rank, by default"],
+)
+def test_weight_gradients_are_actions_of_their_own(stages: int, lengths: tuple[int, ...], settings: dict[str, object]) -> None:
+    learning, planned, evaluation = planned_by(2, stages, lengths, settings)
+    assert learning[2] == 6 * stages  # each is measured
+    assert 0 < planned[2] <= 6 * stages
+    assert evaluation[2] == 0
+
+
+def test_weight_gradients_wait_in_layers_that_recompute() -> None:
+    settings = {"split_weight_gradient": True, "memory_cap_gb": 240_000 / 2**30}
+    planned = planned_by(2, 2, EVEN, settings, TIMES | {"forward": 20.0})[1]
+    assert planned[0] > 0
+    assert planned[2] > 0
+
+
+def test_memory_of_the_microbatches_themselves_counts_under_the_cap() -> None:
+    settings = {"memory_cap_gb": 500_000 / 2**30}
+    pixels = 50_000  # in each of six microbatches, which ranks hold throughout the iteration
+    small = planned_by(2, 2, EVEN, settings)[1]
+    large = planned_by(2, 2, EVEN, settings, pixels=pixels)[1]
+    assert large[3] - small[3] == pytest.approx(6 * pixels / 2**20, abs=0.1)
+    assert small[0] == 0
+    assert large[0] > 0
+
+
+def test_a_model_without_layers_that_can_delay_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatron_epp.features.split_weights import linear_layers
+
+    monkeypatch.setattr(linear_layers, "from_each_of_job", lambda mine: [0, mine])
+    args = Namespace(epp_split_weight_gradient=True)
+    for num_split, allowed in ((1, nullcontext()), (0, pytest.raises(EppError, match="no layer of this model"))):
+        monkeypatch.setattr(linear_layers, "split_where_possible", lambda _, found=num_split: (found, []))
+        with allowed:
+            linear_layers.split_built([torch.nn.Identity()], args)
+
+
+def test_activations_are_offloaded_where_recompute_would_take_longer() -> None:
+    cap_gb = 160_000 / 2**30  # room for a little more than two of the four microbatches that the first rank has in flight
+    settings = {"offload": "on", "host_memory_gb": 1, "memory_cap_gb": cap_gb}
+    planned = planned_by(4, 4, [24] * 8, settings, host_link=[0.1, 1e-6])[1]
+    assert planned[1] > 0
+
+
+def test_a_stock_script_trains_as_without_them(tmp_path: Path) -> None:
+    flags = "--pipeline-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --no-bias-gelu-fusion --disable-bias-linear"
+    own = train(tmp_path / "stock", 2, *flags.split(), iterations=6)
+    ours = "--epp-split-weight-gradient --epp-offload on --epp-host-memory-gb 1"
+    planned = train(tmp_path / "planned", 2, *flags.split(), *PLANS.split(), *ours.split(), iterations=6)
+    check_equal(own, planned)
+    assert [found for found in PLANNED.findall(planned.output) if float(found[2]) > 0]
+
+
+PROGRAM = Path(__file__).parents[1] / "support" / "mcore" / "sft_training.py"
+CONTEXT = 96
+FLAGS = shlex.split(f"--seq-length {CONTEXT} --max-position-embeddings {CONTEXT} --micro-batch-size 1 --eval-iters 0 ")
+FLAGS += shlex.split(f"--train-iters {ITERATIONS} --no-create-attention-mask-in-dataloader --calculate-per-token-loss ")
+FLAGS += shlex.split("--split 100,0,0 --pipeline-model-parallel-size 2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of bytes, and the special tokens of the format of prompts that is Megatron's default."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_233>", "</s>"]
+    own = {"special_tokens": special, "initial_alphabet": tokenizers.pre_tokenizers.ByteLevel.alphabet()}
+    core.train_from_iterator([], tokenizers.trainers.BpeTrainer(vocab_size=260, show_progress=False, **own))
+    folder = tmp_path_factory.mktemp("tokenizer") / "model"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lines of one to three conversations, some longer than the context."""
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    lines = []
+    for number in range(24):
+        messages = []
+        for part in range(1 + number % 3):
+            messages += [
+                {"role": "system", "content": "s" * (1 + number % 4)},
+                {"role": "user", "content": f"{number} + {part}?"},
+                {"role": "assistant", "content": f"{number + part} " * (1 + number % 5)},
+            ]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def steps_of(folder: Path, *flags: object) -> tuple[dict[str, dict[str, float]], str]:
+    folder.mkdir()
+    tiny = [flag for flag in TINY if flag != "--mock-data"]
+    done = succeeded(launch(2, PROGRAM, *tiny, *FLAGS, *flags, env={"RECORD_TO": str(folder)}))
+    return json.loads((folder / "rank1.json").read_text())["steps"], done.output
+
+
+def test_megatrons_sft_data_trains_as_without_plans(tmp_path: Path, tokenizer: Path, chats: Path) -> None:
+    flags = ["--sft", "--data-path", chats, "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", tokenizer]
+    stock, _ = steps_of(tmp_path / "stock", *flags)
+    planned, output = steps_of(tmp_path / "planned", *flags, "--epp", "--epp-microbatches", "user")
+    assert "costs learnt from 3 iterations" in output
+    assert len({step["loss"] for step in stock.values()}) == ITERATIONS
+    assert planned.keys() == stock.keys()
+    for number, step in stock.items():
+        assert planned[number] == pytest.approx(step, rel=TOLERANCE)

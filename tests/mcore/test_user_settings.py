@@ -25,6 +25,7 @@ from tests.support.mcore.forked import job, of_ranks
 from tests.support.mcore.jobs.frameworks import EVEN, UNEVEN
 
 TOLERANCE = 1e-5
+Cases = tuple[dict[str, Any], ...]
 PIPELINES = {"a stage per rank": (2, UNEVEN), "two stages per rank, no token trained": (4, EVEN)}
 
 
@@ -49,7 +50,7 @@ def test_gradients_are_those_of_stock_in_every_case(cases: tuple[dict[str, Any],
     assert "own_groups" in {case["case"] for case in cases}
 
 
-def test_reductions_start_once_with_complete_gradients_and_finalisation_runs_once(cases: tuple[dict[str, Any], ...]) -> None:
+def test_reductions_start_once_with_complete_gradients_and_finalisation_runs_once(cases: Cases) -> None:
     for case in of(cases, "synchronised"):
         for names in (("gradients", "complete", "incomplete"), ("finalize",)):
             assert called(case["planned"], *names) == called(case["stock"], *names)
@@ -57,14 +58,11 @@ def test_reductions_start_once_with_complete_gradients_and_finalisation_runs_onc
         assert not called(case["planned"], "incomplete")
         held, released = called(case["planned"], "held"), called(case["planned"], "released")
         assert [number for _, number in held] == [number for _, number in released] == [*range(case["world"])]
-        assert called(case["planned"][case["world"] : 2 * case["world"]], "parameters") == [
-            ["parameters", n] for n in range(case["world"])
-        ]
+        world = case["world"]
+        assert called(case["planned"][world : 2 * world], "parameters") == [["parameters", n] for n in range(world)]
 
 
-def test_without_a_function_that_starts_reductions_nothing_holds_hooks_in_the_last_backward(
-    cases: tuple[dict[str, Any], ...],
-) -> None:
+def test_without_a_function_that_starts_reductions_nothing_holds_hooks_in_the_last_backward(cases: Cases) -> None:
     for case in of(cases, "synchronised_by_hooks"):
         assert case["planned"] == case["stock"] == [["held in the last backward", 0]] * case["world"]
 
@@ -95,9 +93,7 @@ def test_layers_that_run_again_do_so_under_the_autocast_of_their_forward(monkeyp
     assert stage._run_layer(0, torch.matmul, start, start).dtype == torch.float32
 
 
-def test_router_replay_is_taken_in_the_given_order_and_its_environment_variable_refused_in_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_router_replay_is_taken_in_the_given_order_and_its_variable_refused_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(Namespace(**dict.fromkeys(ROUTER_REPLAY, True), epp_order="given"), Door.MODEL)
     monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "1")
     with pytest.raises(EppError, match=r"ENABLE_ROUTING_REPLAY=1 in the .*: use megatron_epp.wrap.order='given'"):
@@ -155,9 +151,7 @@ def test_the_arguments_that_are_checked_are_those_of_the_calls() -> None:
         assert found[names.get(name, f"schedules.{name}")] == (len(by_position.split()), by_name.split())
 
 
-def test_a_release_that_is_not_tested_causes_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_untested_release_causes_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(features, "installed_version", lambda: "0.17.1")
     features.tell_untested.cache_clear()
     wrap(allow_unknown_megatron=True)
@@ -169,9 +163,7 @@ def test_a_release_that_is_not_tested_causes_one_warning(
     features.tell_untested.cache_clear()
 
 
-def test_a_model_that_does_not_know_its_process_groups_gets_those_of_the_parallel_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_knows_no_process_groups_gets_those_of_the_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a multimodal one, which Megatron's own schedules run."""
     monkeypatch.setattr(reduction.ProcessGroupCollection, "use_mpu_process_groups", lambda: "those of the parallel state")
     inner = torch.nn.Linear(1, 1)

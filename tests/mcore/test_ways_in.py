@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.mcore import forked
+from tests.support.mcore.forked import succeeded
 from tests.support.mcore.known_scripts import RUN_KNOWN, USER_SCRIPT, known_as_megatrons
 from tests.support.mcore.launch import PLANNED, REPOSITORY, TINY, Finished, alone, launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -75,8 +76,7 @@ def test_a_script_with_megatrons_functions_trains_unchanged_and_knows_our_flags_
     has_engine = find_spec("transformer_engine") is not None
     flags = reference.flags if has_engine else _without(reference.flags, "--transformer-impl")
     command = ["-m", "megatron_epp.run", USER_SCRIPT, *flags, "--users-own-flag", 7]
-    finished = started(reference.ranks, *command, env=reference.env)
-    assert finished.returncode == 0, finished.output[-5000:]
+    finished = succeeded(started(reference.ranks, *command, env=reference.env))
     assert printed_losses(finished.output) == reference.losses
     assert finished.output.count("no GPU found") == 1
     assert finished.output.count("changed are transformer_impl (local)") == (not has_engine)
@@ -87,8 +87,7 @@ def test_a_script_with_megatrons_functions_trains_unchanged_and_knows_our_flags_
 def test_ranks_that_a_script_chooses_for_embeddings_give_way_to_a_placement(tmp_path: Path) -> None:
     flags = [*epp_flags(tmp_path, 2), "--num-virtual-stages-per-pipeline-rank", 2, "--epp-placement", "v"]
     ours = forked.launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
-    theirs = forked.launch(2, RUN_KNOWN, USER_SCRIPT, *flags)
-    assert theirs.returncode == 0, theirs.output[-5000:]
+    theirs = succeeded(forked.launch(2, RUN_KNOWN, USER_SCRIPT, *flags))
     assert len(printed_losses(ours.output)) == 2
     assert printed_losses(theirs.output) == printed_losses(ours.output)
 
@@ -132,8 +131,7 @@ def patched(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> P
     known = Path(reference.env["PYTHONPATH"].partition(":")[0], "sitecustomize.py")
     (hook / "sitecustomize.py").write_text(RECORDER + known.read_text())
     env = {"PYTHONPATH": f"{hook}:{copy}:{REPOSITORY}", "IMPORTED": str(hook / "modules.txt")}
-    finished = started(reference.ranks, USER_SCRIPT, *reference.flags, env=env)
-    assert finished.returncode == 0, finished.output[-5000:]
+    finished = succeeded(started(reference.ranks, USER_SCRIPT, *reference.flags, env=env))
     lines = (hook / "modules.txt").read_text().splitlines()
     return Patched(finished, [(process, module) for process, module in map(str.split, lines)])
 
@@ -144,9 +142,7 @@ def test_a_patched_copy_of_megatron_needs_no_other_start(reference: Reference, p
     assert re.search(rf"epp_lookahead \.+ {3 if '--epp' in reference.flags else 2}", patched.run.output)
 
 
-def test_a_rank_imports_a_limited_part_of_the_package_and_its_planning_process_the_rest(
-    reference: Reference, patched: Patched
-) -> None:
+def test_a_rank_imports_a_limited_part_of_the_package_and_its_planner_the_rest(reference: Reference, patched: Patched) -> None:
     ranks = {process for process, module in patched.imported if module == "megatron_epp.mcore.entry"}
     of_ranks = {module for process, module in patched.imported if process in ranks}
     others = {module for process, module in patched.imported if process not in ranks}

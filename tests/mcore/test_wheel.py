@@ -69,9 +69,8 @@ def succeeds(command, folder, timeout_s=180):
     """Return a command's output. It runs in `folder` and knows no source tree."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    command = [*map(str, command)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
 
@@ -92,9 +91,8 @@ def test_without_torch_and_megatron_plans_are_made_and_what_trains_says_what_is_
         refused = subprocess.run([command, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert refused.returncode == 2
         (line,) = refused.stderr.strip().splitlines()
-        assert re.search(
-            rf"megatron-epp {words[0]} needs (torch|omegaconf\S*), which is not installed here: pip install", line
-        ), line
+        needs = rf"megatron-epp {words[0]} needs (torch|omegaconf\S*), which is not installed here: pip install"
+        assert re.search(needs, line), line
     looked = subprocess.run([command, "doctor"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert looked.returncode == 1
     assert "Megatron is not installed, and training needs it: pip install" in looked.stdout

@@ -8,18 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    HAVE_TE,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.tensor_parallel import (
-    RowParallelLinear,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core import tensor_parallel as tp
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -37,9 +27,9 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         output, bias = self.to_wrap(x, *rest, **named)
         in_shards = getattr(self.to_wrap, "sequence_parallel", False)
-        if not isinstance(self.to_wrap, RowParallelLinear):
-            return output + self.up(self.down(gather_from_sequence_parallel_region(x) if in_shards else x)), bias
-        add_up = reduce_scatter_to_sequence_parallel_region if in_shards else reduce_from_tensor_model_parallel_region
+        if not isinstance(self.to_wrap, tp.RowParallelLinear):
+            return output + self.up(self.down(tp.gather_from_sequence_parallel_region(x) if in_shards else x)), bias
+        add_up = tp.reduce_scatter_to_sequence_parallel_region if in_shards else tp.reduce_from_tensor_model_parallel_region
         return output + add_up(self.up(self.down(x))), bias
 
 
@@ -104,6 +94,6 @@ def _specs(layers: Any) -> Iterator[Any]:
         yield replace(layers, module=type("Layer", (_Layer,), {"part": part}))
 
 
-adapters, some, last, first, later, layers, head = _specs(get_gpt_layer_local_spec(normalization="RMSNorm"))
-if HAVE_TE:
-    engine_adapters, *_, engine_layers, _ = _specs(get_gpt_layer_with_transformer_engine_spec())
+adapters, some, last, first, later, layers, head = _specs(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"))
+if gpt_layer_specs.HAVE_TE:
+    engine_adapters, *_, engine_layers, _ = _specs(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec())

@@ -28,7 +28,6 @@ SCRIPT = "megatron_epp.mcore.model.gpt"
 """Forward step of the script, which brings the microbatches of `--epp-microbatches user` to the device itself."""
 
 SHARE = 0.5
-"""Share of the vocabulary on each of two ranks."""
 PASSES = {Op.S: LinearTime(3000.0, 40.0), Op.T: LinearTime(1000.0, 90.0)}
 COLLECTIVES = {Op.SPREAD: LinearTime(700.0, 3.0), Op.GATHER: LinearTime(900.0, 5.0)}
 WAIT_US = 20_000.0
@@ -36,10 +35,8 @@ WAIT_US = 20_000.0
 
 ODD_ITERATIONS = (2, 3, 5)
 SLEEP_S = 0.05
-MODULES_OF_DIAGNOSTICS = tuple(
-    f"megatron_epp.{name}"
-    for name in ("mcore.iteration.report", "mcore.iteration.loggers", "features.slow_stages.stage_watch", "runtime.recorder")
-)
+_DIAGNOSTICS = "mcore.iteration.report", "mcore.iteration.loggers", "features.slow_stages.stage_watch", "runtime.recorder"
+MODULES_OF_DIAGNOSTICS = tuple(f"megatron_epp.{name}" for name in _DIAGNOSTICS)
 
 
 def with_forward_step(change):
@@ -97,9 +94,8 @@ def rerun() -> Iterator[None]:
 
     def validated(loss_func, losses):
         results = loss_func(losses)
-        get_rerun_state_machine().validate_result(
-            result=results[0].detach().clone(), rejection_func=is_odd, message="an odd loss", tolerance=0.0, fatal=False
-        )
+        own = {"result": results[0].detach().clone(), "rejection_func": is_odd, "message": "an odd loss"}
+        get_rerun_state_machine().validate_result(**own, tolerance=0.0, fatal=False)
         return results
 
     def forward_step(stock, data_iterator, model):
@@ -259,9 +255,10 @@ class Given:
         return events
 
     def collectives(self):
+        actions = [action for action, _ in self._recorder.collectives()]
+        waits_us = (WAIT_US if (action.chunk + self._rank) % 2 else 0.0 for action in actions)
         return [
-            (action, collective_us(self._plan, action) + (WAIT_US if (action.chunk + self._rank) % 2 else 0.0))
-            for action, _ in self._recorder.collectives()
+            (action, collective_us(self._plan, action) + wait_us) for action, wait_us in zip(actions, waits_us, strict=True)
         ]
 
 
@@ -287,13 +284,9 @@ def given_times():
     return mock.patch.object(CostLearning, "after", with_given_times)
 
 
-CHANGES: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    change.__name__: change
-    for change in (
-        *(own_loss, failing, rerun, gathered, attached, slow),
-        *(standing_still_in_save, diagnostics_without_memory, counted, given_times),
-    )
-}
+_OF_RUNS = own_loss, failing, rerun, gathered, attached, slow
+_OF_RECORDS = standing_still_in_save, diagnostics_without_memory, counted, given_times
+CHANGES: dict[str, Callable[[], AbstractContextManager[object]]] = {own.__name__: own for own in (*_OF_RUNS, *_OF_RECORDS)}
 
 
 def main():

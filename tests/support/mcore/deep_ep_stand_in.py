@@ -47,8 +47,6 @@ def as_recorded(library):
 
 
 class Config:
-    """Sizes of a buffer: for all ranks of a group, hidden states of so many bytes."""
-
     def get_nvl_buffer_size_hint(self, hidden_bytes, num_ranks):
         return hidden_bytes * num_ranks
 
@@ -57,8 +55,6 @@ class Config:
 
 
 class Handle(SimpleNamespace):
-    """Where the tokens of one dispatch went."""
-
     def use(self, buffer, purpose):
         """Note an exchange by the handle: one of each kind, by the buffer that made it."""
         assert self.buffer is buffer, "the handle is of another buffer"
@@ -95,9 +91,7 @@ class Buffer:
         return in_rank.sum(0).int(), None, is_for.sum(0).int(), in_rank, None
 
     @as_recorded("deep-ep")
-    def dispatch(
-        self, x, handle=None, topk_idx=None, topk_weights=None, is_token_in_rank=None, num_tokens_per_expert=None, **_
-    ):
+    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, is_token_in_rank=None, num_tokens_per_expert=(), **_):
         """Send ``[tokens, hidden]`` to ranks: a token once to each that has one of its experts."""
         self._check(x)
         if handle is not None:

@@ -23,7 +23,6 @@ _NET = ModuleSpec(
 
 
 def alternating(spec, num_layers):
-    """Return layers of which every other one has a gated delta net in the place of a spec's attention, the first among them."""
     delta = replace(spec, submodules=replace(spec.submodules, self_attention=_NET))
     layers = [(delta, spec)[number % 2] for number in range(num_layers)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)

@@ -3,25 +3,22 @@
 import functools
 
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_no_pipelining,
-    forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
-)
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining as no_pipelining
+from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_with_interleaving as interleaved
+from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving as not_interleaved
 from megatron.training import training
 
 CALLS = []
 
 
 def choose(*_, **__):
-    """Take the place of Megatron's choice among its schedules."""
     from megatron.core import mpu
 
     if mpu.get_pipeline_model_parallel_world_size() == 1:
-        return wrapped(forward_backward_no_pipelining)
+        return wrapped(no_pipelining)
     if mpu.get_virtual_pipeline_model_parallel_world_size() is None:
-        return wrapped(forward_backward_pipelining_without_interleaving)
-    return wrapped(forward_backward_pipelining_with_interleaving)
+        return wrapped(not_interleaved)
+    return wrapped(interleaved)
 
 
 def wrapped(schedule):

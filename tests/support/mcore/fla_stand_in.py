@@ -83,7 +83,6 @@ def _sequences(cu_seqlens, *tensors, dim=1):
 
 
 def install(**others):
-    """Have Megatron find these functions, or others in their place, by their names."""
     from megatron.core.ssm import gated_delta_net
 
     parts = {

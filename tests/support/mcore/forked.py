@@ -50,14 +50,12 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
     return Finished(code, output, figures=figures)
 
 
-def job(
-    num_processes: int, name: str, /, *, env: dict[str, str] | None = None, timeout_s: float = 180, **given: Any
-) -> Finished:
+def job(processes: int, name: str, /, *, env: dict[str, str] | None = None, timeout_s: float = 180, **given: Any) -> Finished:
     """Run a job (`jobs`), `module` or `module:function`, on fresh ranks, with arguments that JSON can hold, or paths.
 
     What it returns on a rank, and what it records, are the figures of what finished. The rest is as for `launch`.
     """
-    return launch(num_processes, *command(name, given), env=env, timeout_s=timeout_s)
+    return launch(processes, *command(name, given), env=env, timeout_s=timeout_s)
 
 
 def command(name: str, given: Mapping[str, object]) -> tuple[str, ...]:
@@ -66,10 +64,15 @@ def command(name: str, given: Mapping[str, object]) -> tuple[str, ...]:
     return "-m", worker.MODULE, job, json.dumps(given, default=str)
 
 
+def succeeded(finished: Finished) -> Finished:
+    """Return what has finished. Raises AssertionError with its output if it failed."""
+    assert finished.returncode == 0, finished.output[-5000:]
+    return finished
+
+
 def of_ranks(finished: Finished) -> tuple[Any, ...]:
     """Return what the ranks of a job have returned. Raises AssertionError with its output if it failed."""
-    assert finished.returncode == 0, finished.output[-5000:]
-    return finished.figures
+    return succeeded(finished).figures
 
 
 def returned(finished: Finished) -> Any:
@@ -79,34 +82,18 @@ def returned(finished: Finished) -> Any:
 
 
 def train(
-    folder: Path,
-    num_processes: int,
-    *flags: object,
-    iterations: int,
-    timeout_s: float = 180,
-    change: str = "",
-    tiny: Sequence[str] = TINY,
-    env: Mapping[str, str] | None = None,
-) -> Finished:
-    """Train TINY with `flags` until `iterations`, recorded in `folder`. Raises AssertionError if it fails.
-
-    Args:
-        change: one of `changed_training`.
-        tiny: in the place of TINY.
-        env: of the ranks, besides.
-    """
+    folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180, change: str = "",
+    tiny: Sequence[str] = TINY, env: Mapping[str, str] | None = None,
+) -> Finished:  # fmt: skip
+    """Train TINY, or others in its place, with `flags` and a change of `changed_training`. Raises AssertionError on failure."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    arguments = [*tiny, "--train-iters", iterations, *flags]
-    program = (CHANGED, change) if change else (RECORDER,)
-    finished = launch(
-        num_processes, *program, *arguments, env={"RECORD_TO": str(folder)} | dict(env or {}), timeout_s=timeout_s
-    )
-    assert finished.returncode == 0, finished.output[-5000:]
+    command = *((CHANGED, change) if change else (RECORDER,)), *tiny, "--train-iters", iterations, *flags
+    env = {"RECORD_TO": str(folder)} | dict(env or {})
+    finished = succeeded(launch(num_processes, *command, env=env, timeout_s=timeout_s))
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-    steps = next(
-        {int(i): s for i, s in rank["steps"].items()} for rank in ranks if "loss" in next(iter(rank["steps"].values()))
-    )
+    steps = next(rank["steps"] for rank in ranks if "loss" in next(iter(rank["steps"].values())))
+    steps = {int(iteration): step for iteration, step in steps.items()}
     return Finished(finished.returncode, finished.output, steps, tuple(rank["weights"] for rank in ranks))
 
 
@@ -123,16 +110,11 @@ def forks() -> Forks:
 
 
 def fork_runs(patch: pytest.MonkeyPatch) -> None:
-    """Have `runs.train` fork its ranks from the process that other tests fork from."""
     patch.setattr(runs, "torchrun", lambda *job: forks().run(*job))
 
 
 class SharedForks(Forks):
-    """A process that forks ranks, itself forked from the one that `share` runs in, which has imported Megatron.
-
-    Args:
-        path: of the socket at which that one waits.
-    """
+    """A process that forks ranks, itself forked from the one that `share` runs in, which waits at a socket."""
 
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()

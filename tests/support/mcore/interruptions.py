@@ -20,7 +20,6 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.mcore import leftovers
 from tests.support.mcore.launch import ENVIRONMENT, TINY
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
@@ -29,26 +28,33 @@ LIMIT_S = 240
 """Time limit in seconds for a run to end by itself: 30 of waiting, 30 that torchrun gives its ranks, and a start."""
 PLANNER_NICENESS = 1
 """The planning process is nicer than its rank by at least so much."""
+TORCHRUN = [sys.executable, "-m", "megatron_epp.tools.launch.torchrun", "--standalone"]
 HAPPENINGS = ("a rank killed", "a rank stopped", "all ranks killed", "launcher killed", "launcher terminated", "planner killed")
 FLAGS = [flag for flag in TINY if flag != "--mock-data"]
 FLAGS += ["--epp", "--micro-batch-size", 1, "--split", "100,0,0", "--eval-iters", 0, "--log-interval", 1]
 FLAGS += ["--train-iters", ITERATIONS, "--epp-slices", 2, "--epp-wait-limit-seconds", 30, "--epp-save-limit-seconds", 30]
 PARALLEL = {2: ["--pipeline-model-parallel-size", 2], 4: ["--pipeline-model-parallel-size", 2, "--use-distributed-optimizer"]}
-"""Flags by number of ranks: two stages, and two replicas of them."""
+
+
+def alive(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # it has ended, or is of another user
+            pass
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for pattern in ("pymp-*", "epp-*") for path in folder.glob(pattern)]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An interruption of a run.
-
-    Attributes:
-        ranks: number of them.
-        saves_aside: checkpoints are written by processes of their own.
-        happening: one of `HAPPENINGS`.
-        victim: index of the rank that it happens to.
-        iteration: number of iterations that are seen to be done before.
-        in_save: it happens when the next checkpoint's folder is seen.
-        delay_s: seconds from then.
+    """One of `HAPPENINGS` to a run's rank `victim`, so long behind an iteration, or behind the first sight of the next
+    checkpoint's folder (`in_save`); `saves_aside`, where processes of their own write checkpoints.
     """
 
     ranks: int
@@ -70,11 +76,7 @@ def trial_of(seed: int) -> Trial:
 
 
 class Starter:
-    """Starts trainings, with temporary files in a folder of its own.
-
-    Args:
-        folder: for temporary files; short enough for the paths of sockets.
-    """
+    """Starts trainings, with temporary files in a folder of its own, whose path is short enough for those of sockets."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,22 +89,15 @@ class Starter:
         """Start a training. The result is its exit code, None where it had to be ended after `LIMIT_S`."""
         command = ["-m", "megatron_epp.mcore.pretrain_gpt", *map(str, arguments)]
         environment = ENVIRONMENT | {"TMPDIR": str(self._folder)}
-        self._before, self._files = {process.pid for process in leftovers.alive(self._folder)}, set(self._folder.iterdir())
-        launcher = [
-            sys.executable,
-            "-m",
-            "megatron_epp.tools.launch.torchrun",
-            "--standalone",
-            "--nproc-per-node",
-            str(trial.ranks),
-        ]
+        self._before, self._files = {process.pid for process in alive(self._folder)}, set(self._folder.iterdir())
+        launcher = [*TORCHRUN, "--nproc-per-node", str(trial.ranks)]
         with log.open("ab") as output:
             self.launcher = subprocess.Popen([*launcher, *command], env=os.environ | environment, stdout=output, stderr=output)
         return self._pool.submit(_waited, self.launcher)
 
     def alive(self) -> list[psutil.Process]:
         """Processes that have this folder, but for those that were there before the training."""
-        return [process for process in leftovers.alive(self._folder) if process.pid not in self._before]
+        return [process for process in alive(self._folder) if process.pid not in self._before]
 
     def ranks(self) -> list[psutil.Process]:
         return sorted(psutil.Process(self.launcher.pid).children(), key=lambda process: process.pid)
@@ -111,9 +106,9 @@ class Starter:
         """Temporary files of multiprocessing and of this package; a start removes those of a launcher that was killed."""
         script = self._folder / "script.py"
         script.touch()
-        command = [sys.executable, "-m", "megatron_epp.tools.launch.torchrun", "--standalone", str(script)]
-        subprocess.run(command, env=os.environ | ENVIRONMENT | {"TMPDIR": str(self._folder)}, check=True, timeout=LIMIT_S)
-        return sorted(path.name for path in set(leftovers.files(self._folder)) - self._files)
+        environment = os.environ | ENVIRONMENT | {"TMPDIR": str(self._folder)}
+        subprocess.run([*TORCHRUN, str(script)], env=environment, check=True, timeout=LIMIT_S)
+        return sorted(path.name for path in set(files(self._folder)) - self._files)
 
 
 def _waited(launcher: subprocess.Popen[bytes]) -> int | None:
@@ -124,7 +119,6 @@ def _waited(launcher: subprocess.Popen[bytes]) -> int | None:
 
 
 def losses(report: Path) -> dict[int, float]:
-    """Losses of a run by iteration, as far as its report has whole lines."""
     path = report / "iterations.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return {line["iteration"]: line["loss"] for line in map(json.loads, lines)}
@@ -159,13 +153,7 @@ def interrupt(starter: Starter, trial: Trial) -> None:
 
 
 def outcome(trial: Trial, starter: Starter, folder: Path, data: str, whole: dict[int, float]) -> Iterator[str]:
-    """Run a trial; yield its faults.
-
-    Args:
-        starter: that has run nothing else at this time.
-        folder: an empty one, for checkpoints, reports and logs.
-        whole: losses of a run that nothing happens to.
-    """
+    """Run a trial in an empty folder; yield its faults, beside the losses of a run that nothing happens to."""
     saved, log = folder / "saved", folder / "log"
     arguments: list[object] = [*FLAGS, *PARALLEL[trial.ranks], "--data-path", data, "--save", saved, "--load", saved]
     arguments += ["--save-interval", INTERVAL, *(["--async-save"] if trial.saves_aside else [])]
@@ -201,12 +189,7 @@ def outcome(trial: Trial, starter: Starter, folder: Path, data: str, whole: dict
 
 
 def faults_of_trials(seeds: range, top: Path, short: Path) -> Iterator[str]:
-    """Yield what is wrong with trials.
-
-    Args:
-        top: an empty folder.
-        short: another, as a `Starter` takes it.
-    """
+    """Yield what is wrong with trials in an empty folder, and in another as a `Starter` takes it."""
     data = write_pair(top / "text", documents_of(long_tailed_lengths(64, longest=33), vocab_size=127))
     starter, whole = Starter(short), dict[int, dict[int, float]]()
     for seed in seeds:

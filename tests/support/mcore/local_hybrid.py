@@ -14,36 +14,26 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_token_prediction as prediction
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
-    get_mtp_layer_spec,
-)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-_ATTENTION = ModuleSpec(
-    module=SelfAttention,
-    params={"attn_mask_type": AttnMaskType.causal},
-    submodules=SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
-    ),
-)
+_OF = {"linear_qkv": ColumnParallelLinear, "core_attention": DotProductAttention, "linear_proj": RowParallelLinear}
+_CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+_ATTENTION = ModuleSpec(module=SelfAttention, params=_CAUSAL, submodules=SelfAttentionSubmodules(**_OF))
 _PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 _MLP = partial(MLP.as_mlp_submodule, submodules=_PARTS)
 
 
 def attention_layer(attention):
     """Return a layer that is this attention, of any kind, behind a norm."""
-    parts = TransformerLayerSubmodules(
-        input_layernorm=WrappedTorchNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
-    )
-    return ModuleSpec(module=TransformerLayer, submodules=parts)
+    parts = {"input_layernorm": WrappedTorchNorm, "self_attention": attention, "self_attn_bda": get_bias_dropout_add}
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
 
 
 def mamba_layer(mixer):
@@ -56,28 +46,21 @@ def with_layers(spec, **layers):
     return ModuleSpec(module=spec.module, submodules=replace(spec.submodules, **layers))
 
 
-stack_spec = ModuleSpec(
-    module=HybridStack,
-    submodules=HybridStackSubmodules(
-        attention_layer=attention_layer(_ATTENTION),
-        mlp_layer=ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=_MLP, mlp_bda=get_bias_dropout_add),
-        ),
-        moe_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=WrappedTorchNorm,
-                mlp=get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=4),
-                mlp_bda=get_bias_dropout_add,
-            ),
-        ),
-        mtp_block_spec=ModuleSpec(
-            module=MultiTokenPredictionBlock,
-            submodules=MultiTokenPredictionBlockSubmodules([get_mtp_layer_spec(None, use_transformer_engine=False)]),
-        ),
-    ),
+def _behind_a_norm(module, mlp):
+    parts = TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp, mlp_bda=get_bias_dropout_add)
+    return ModuleSpec(module=module, submodules=parts)
+
+
+_EXPERTS = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=4)
+_PREDICTOR = prediction.get_mtp_layer_spec(None, use_transformer_engine=False)
+_PREDICTIONS = prediction.MultiTokenPredictionBlockSubmodules([_PREDICTOR])
+_LAYERS = HybridStackSubmodules(
+    attention_layer=attention_layer(_ATTENTION),
+    mlp_layer=_behind_a_norm(MLPLayer, _MLP),
+    moe_layer=_behind_a_norm(TransformerLayer, _EXPERTS),
+    mtp_block_spec=ModuleSpec(module=prediction.MultiTokenPredictionBlock, submodules=_PREDICTIONS),
 )
+stack_spec = ModuleSpec(module=HybridStack, submodules=_LAYERS)
 
 
 def use_torch_norms() -> None:

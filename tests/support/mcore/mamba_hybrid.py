@@ -12,7 +12,6 @@ mamba_stand_in.install()
 
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules  # noqa: E402, the stand-in is in it now
 
-_MIXER = ModuleSpec(
-    module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-)
+_PARTS = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+_MIXER = ModuleSpec(module=MambaMixer, submodules=_PARTS)
 stack_spec = local_hybrid.with_layers(delta_hybrid.stack_spec, mamba_layer=local_hybrid.mamba_layer(_MIXER))

@@ -38,9 +38,7 @@ class Row:
     """One training of the matrix.
 
     Attributes:
-        name: of the row.
         case: layout, model and flags. `FOLDER` in the flags of the run with plans is a folder for its files.
-        check: what else must hold.
         iterations: of both runs, and one evaluation behind them.
         batch: documents of a batch.
         documents: a key of `DOCUMENTS`.
@@ -195,10 +193,8 @@ def _masked(masks: Callable[[], list[np.ndarray]]) -> Callable[[Path], str]:
 
 
 DOCUMENTS: dict[str, Callable[[Path], str]] = {
-    "plain": functools.cache(lambda prefix: write_documents(prefix, LENGTHS, VOCABULARY)),
-    "answers": _masked(answers_only),
-    "whole or ends": _masked(_whole_or_ends),
-    "parts": _masked(_part_of_every_one),
+    "plain": functools.cache(lambda prefix: write_documents(prefix, LENGTHS, VOCABULARY)), "answers": _masked(answers_only),
+    "whole or ends": _masked(_whole_or_ends), "parts": _masked(_part_of_every_one),
     "one of two replicas": _masked(_on_one_of_two_replicas),
-}
+}  # fmt: skip
 """By what of them is trained, functions that write documents of the lengths of parity runs and return their path."""

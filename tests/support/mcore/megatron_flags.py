@@ -20,7 +20,6 @@ MEGATRON = {
 
 
 def arguments(*epp, **megatron):
-    """Parsed from `--epp` and other flags of ours, next to Megatron's."""
     parser = add_epp_args(argparse.ArgumentParser())
     return argparse.Namespace(**(MEGATRON | megatron), **vars(parser.parse_args(["--epp", *epp])))
 

@@ -3,6 +3,7 @@
 import shlex
 
 from megatron_epp.tools.formulas import ModelShape
+from scripts.parity.cells import MODELS
 from tests.support.mcore.launch import PLANNED
 
 LENGTHS = (500, 37, 12, 260, 90, 5, 150, 21, 420, 60, 8, 33, 310, 14, 75, 110, 44, 3, 230, 18, 66, 9, 130, 27)
@@ -13,26 +14,16 @@ COMMON = PLANNED + shlex.split(
     "--num-layers 8 --hidden-size 64 --seq-length 512 --max-position-embeddings 512 --log-interval 1000 "
     f"--train-iters {ITERATIONS} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 --epp-measure-memory --epp-trace 1"
 )
-SHAPE = ModelShape(
-    num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=VOCABULARY, bytes_per_value=2
-)
-LLAMA = (
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights"
-)
+SIZES = {"num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+SHAPE = ModelShape(**SIZES, bytes_per_value=2)
+LLAMA = MODELS["llama"]
 GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 2"
-LATENT = (
-    f"{LLAMA} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
-    "--v-head-dim 20 --rope-type rope --no-rope-fusion"
-)
-DELTA = (
-    f"{LLAMA} --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
-    "--linear-conv-kernel-dim 4 --hybrid-layer-pattern GG|GG --spec tests.support.mcore.delta_hybrid stack_spec"
-)
-MAMBA = (
-    f"{LLAMA} --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16 "
-    "--hybrid-layer-pattern MMM|MMM --spec tests.support.mcore.mamba_hybrid stack_spec"
-)
+LATENT = f"{LLAMA} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+LATENT += "--v-head-dim 20 --rope-type rope --no-rope-fusion"
+DELTA = f"{LLAMA} --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
+DELTA += "--linear-conv-kernel-dim 4 --hybrid-layer-pattern GG|GG --spec tests.support.mcore.delta_hybrid stack_spec"
+MAMBA = f"{LLAMA} --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16 "
+MAMBA += "--hybrid-layer-pattern MMM|MMM --spec tests.support.mcore.mamba_hybrid stack_spec"
 OF_TWO_KINDS = MAMBA.replace("MMM|MMM", "M*|*M")
 WINDOWS = f"{GROUPED} --window-size 300,0 --window-attn-skip-freq 2 --softmax-type learnable"
 SMALL = "--num-layers 4 --global-batch-size 4"  # of what takes long
@@ -68,7 +59,6 @@ PIPELINES = {
         OFFLOADED: f"{LLAMA} --epp-memory-cap-gb 0.0045 --epp-offload --epp-costs {FAST_HOST}",
     },
 }
-"""By number of ranks."""
 MORE = {
     "windows shorter than slices": f"{GROUPED} --window-size 20,0 --epp-slices 7",
     "the first of two layers without a window, one recomputes": f"{GROUPED} --num-layers 4 --window-size 20,0 "

@@ -17,20 +17,14 @@ SMALL_BATCH = 4
 """Documents of a batch where few are enough: two for each of two replicas."""
 
 
-def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
-    finished = launch(1, "-m", "scripts.parity", *flags, "--json", timeout_s=timeout_s)
-    last = finished.output.splitlines()[-1]
-    assert last.startswith("{"), finished.output[-5000:]
-    return json.loads(last)
-
-
-def parity_of(
-    folder: Path, cases: Mapping[str, Any], iterations: int, timeout_s: float = 300, batch: int = BATCH
-) -> dict[str, Figures]:
-    """Figures of cases by name, whose description is written to a folder, on batches of so many documents."""
+def parity_of(folder: Path, cases: Mapping[str, Any], iterations: int) -> dict[str, Figures]:
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
-    return parity("--cases", path, "--iterations", iterations, "--batch", batch, timeout_s=timeout_s)["cases"]
+    flags = "--cases", path, "--iterations", iterations, "--batch", BATCH, "--json"
+    finished = launch(1, "-m", "scripts.parity", *flags, timeout_s=300)
+    last = finished.output.splitlines()[-1]
+    assert last.startswith("{"), finished.output[-5000:]
+    return json.loads(last)["cases"]
 
 
 def masked_documents(prefix: Path, masks: Sequence[np.ndarray]) -> str:

@@ -7,7 +7,7 @@ choices meet, and every cell.
 
 import functools
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,16 @@ from megatron_epp.plan.serialize import load
 from scripts.parity.cells import Case, Cell, all_rows, covering_rows, full_rows
 from scripts.parity.cells import Row as Choices
 from scripts.parity.compare import BATCH
-from tests.support.mcore.matrix import FOLDER, SEED, Row, case
-from tests.support.mcore.parity_cases import (
-    ALL_STATISTICS,
-    CASES,
-    CUTS,
-    ITERATIONS,
-    LEARNED,
-    MORE_CASES,
-    MORE_ITERATIONS,
-    Cases,
-    Cut,
-)
+from tests.support.mcore.matrix import FOLDER, SEED, Check, Row, case
 from tests.support.mcore.parity_figures import SMALL_BATCH, Figures
 
 LONG = 20
 """Iterations of most rows of the set `slow`."""
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+ONE, THREE, SEVEN = (f"--epp-slices {count}" for count in (1, 3, 7))
+AGAIN, MANY = f"{THREE} --epp-recompute 1", f"{SEVEN} --epp-recompute 1"
+REPLICAS, RANKS = "dp2 pp2 experts4 ep2", "cp2 dp2 experts4 ep2"
+"""Layouts with experts."""
 
 
 def plans_of(figures: Figures) -> list[dict[str, Any]]:
@@ -48,6 +41,66 @@ def splits_weights(figures: Figures) -> bool:
 
 
 # ---- cuts of the documents -------------------------------------------------------------------------------------------
+
+ITERATIONS = 5
+MORE_ITERATIONS = 20
+"""Iterations of all cases in the set `slow`."""
+LEARNED = {ITERATIONS: 0.05, MORE_ITERATIONS: 0.1}
+"""Least difference between the first and the last loss of a training that learns, by number of iterations."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut and pack the documents, and what its plans must then contain, or the case proves nothing.
+
+    Attributes:
+        flags: that ask for it.
+        slices: of the longest document of every batch, where it has that many tokens.
+        has: a kind of chunk that the first or the last plan must have, since their gradients are compared: ``whole`` (a
+            document), ``packed`` (several), ``split`` (a slice) or ``hybrid`` (a slice next to whole documents).
+        recompute: shares of a stage's layers, ``none``, ``some`` or ``all``, that recompute somewhere in the plans.
+        splits: weight gradients are apart from their backwards.
+    """
+
+    flags: str
+    slices: int
+    has: str
+    recompute: tuple[str, ...] = ("none",)
+    splits: bool = False
+
+
+CUTS = {
+    "whole": Cut("--epp-planner 1f1b", slices=1, has="whole"),
+    "packed": Cut(ONE, slices=1, has="packed"),
+    "two": Cut("--epp-slices 2", slices=2, has="split"),
+    "hybrid": Cut(THREE, slices=3, has="hybrid"),
+    "seven": Cut(SEVEN, slices=7, has="hybrid"),
+    "some recompute": Cut(MANY, slices=7, has="hybrid", recompute=("some",)),
+    "all recompute": Cut(f"{THREE} --epp-recompute 4", slices=3, has="hybrid", recompute=("all",)),
+    "split": Cut(f"{THREE} --epp-split-weight-gradient", slices=3, has="hybrid", splits=True),
+    "split, some recompute": Cut(f"{AGAIN} --epp-split-weight-gradient", 3, "hybrid", recompute=("some",), splits=True),
+    "loss by blocks": Cut(f"{THREE} --epp-loss-block-tokens 5", slices=3, has="hybrid"),
+    # As much as the cap asks for, so not the same for every chunk.
+    "capped": Cut(f"{THREE} --epp-memory-cap-gb 0.0006", slices=3, has="hybrid", recompute=("all", "none", "some")),
+}
+
+Cases = dict[Cell, dict[str, tuple[str, ...]]]
+
+_ONE_EACH = {"llama": "capped", "grouped": "some recompute", "learned": "all recompute", "gpt2": "split, some recompute"}
+CASES: Cases = {Cell(): {"llama": ("two",)}, Cell(pp=2): {model: (cut,) for model, cut in _ONE_EACH.items()}}
+"""Cuts by model, on two stages and one of them on one: every cut but those to which another one only adds something. Whole and
+packed documents, and the loss by blocks, are in other rows: of routers, of every two kinds, of masked labels.
+"""
+MORE_CASES: Cases = {
+    Cell(): {"llama": ("two", "packed", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute", "loss by blocks")},
+    Cell(pp=2): {
+        "llama": tuple(CUTS),
+        "grouped": ("whole", "packed", "some recompute", "split"),
+        "learned": ("two", "seven", "all recompute"),
+        "gpt2": ("packed", "seven", "all recompute", "split", "split, some recompute"),
+    },
+}
+"""The same and more, for longer, in the set `slow`."""
 
 
 def _check_cut(wanted: Cut, iterations: int, figures: Figures, _: Path) -> None:
@@ -65,17 +118,14 @@ def _check_cut(wanted: Cut, iterations: int, figures: Figures, _: Path) -> None:
 def _cuts(iterations: int, cases: Cases) -> list[Row]:
     return [
         Row(
-            name=f"{cell}: {model}, {cut}, {iterations}",
-            case=Case(Cell(pp=cell.pp), model, CUTS[cut].flags),
-            check=functools.partial(_check_cut, CUTS[cut], iterations),
-            iterations=iterations,
-            batch=BATCH,
+            name=f"{cell}: {model}, {cut}, {iterations}", case=Case(Cell(pp=cell.pp), model, CUTS[cut].flags),
+            check=functools.partial(_check_cut, CUTS[cut], iterations), iterations=iterations, batch=BATCH,
             is_slow=iterations == MORE_ITERATIONS,
         )
         for cell, models in cases.items()
         for model, cuts in models.items()
         for cut in cuts
-    ]
+    ]  # fmt: skip
 
 
 # ---- every two kinds of parallelism ----------------------------------------------------------------------------------
@@ -91,22 +141,14 @@ BY_DEFAULT = (
     "tp2 sp cp2: grouped, packed, plain",
 )
 """Rows of four processes in which every two kinds meet, with one of the two placements of several stages."""
-OF_ANSWERS = (
-    "cp2 pp2 v2 split experts4: llama, recompute, distributed",
-    "tp2 sp dp2 experts4 ep2: learned, recompute, distributed",
-    "tp2 sp cp2: grouped, packed, plain",
-)
+OF_ANSWERS = BY_DEFAULT[1], BY_DEFAULT[5], BY_DEFAULT[7]
 """Those whose documents train their ends alone, so that some chunks, and some ranks' parts of chunks, have no trained token."""
 CHOICES = tuple(choices for choices in all_rows() if str(choices) in BY_DEFAULT)
 PAIRS = tuple(choices for choices in covering_rows() if choices not in CHOICES)
-"""Rows in which every two choices meet."""
 PLACEMENTS = {
-    (1, 1, "looped"): (0,),
-    (2, 1, "looped"): (0, 1),
-    (4, 1, "looped"): (0, 1, 2, 3),
-    (2, 2, "looped"): (0, 1, 0, 1),
+    (1, 1, "looped"): (0,), (2, 1, "looped"): (0, 1), (4, 1, "looped"): (0, 1, 2, 3), (2, 2, "looped"): (0, 1, 0, 1),
     (2, 2, "v"): (0, 1, 1, 0),
-}
+}  # fmt: skip
 """The rank of every stage, by pipeline size, stages per rank and placement."""
 
 
@@ -144,16 +186,18 @@ KINDS = tuple(_kinds())
 
 # ---- routers ---------------------------------------------------------------------------------------------------------
 
+ALL_STATISTICS = "--make-vocab-size-divisible-by 64 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.5 "
+ALL_STATISTICS += "--moe-z-loss-coeff 0.1 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+ALL_STATISTICS += "--moe-router-bias-update-rate 0.003"
+"""Flags of routers that add up and count all that they can over tokens, on any number of ranks that share a vocabulary."""
+_BY_SEQUENCE = "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss"
 ROUTERS = {
     "losses": ("--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001", "--epp-planner 1f1b"),
-    "losses by sequence, capacity": (
-        "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss --moe-expert-capacity-factor 1.0",
-        "--epp-planner 1f1b",
-    ),
+    "losses by sequence, capacity": (f"{_BY_SEQUENCE} --moe-expert-capacity-factor 1.0", "--epp-planner 1f1b"),
     "bias, shared experts, dense layers": (
         "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1 "
         "--moe-shared-expert-intermediate-size 32 --moe-layer-freq [0,1,1,0]",
-        "--epp-slices 3 --epp-recompute 1",
+        AGAIN,
     ),
 }
 """Routers that count and add up by chunk, in chunks of one whole document; and others, in slices."""
@@ -168,19 +212,11 @@ def _check_padded(figures: Figures, _: Path) -> None:
 
 
 def _routers() -> list[Row]:
-    rows = [
-        Row(name=f"routers: {name}", case=case("experts4", plan, both=both), check=_anything, iterations=3)
-        for name, (both, plan) in ROUTERS.items()
-    ]
-    both, plan = ALL_STATISTICS, "--epp-planner 1f1b --epp-recompute 4"
-    return rows + [
-        Row(
-            name=f"padding is invisible to routers: {name}",
-            case=case(cell, plan, "learned", both=both, alone=True),
-            check=_check_padded,
-        )
-        for name, cell in PADDED.items()
-    ]
+    routers = {name: case("experts4", plan, both=both) for name, (both, plan) in ROUTERS.items()}
+    rows = [replace(row, iterations=3) for row in _of_layers("routers", routers, check=_anything)]
+    again = {"both": ALL_STATISTICS, "alone": True}
+    padded = {name: case(cell, "--epp-planner 1f1b --epp-recompute 4", "learned", **again) for name, cell in PADDED.items()}
+    return rows + _of_layers("padding is invisible to routers", padded, check=_check_padded)
 
 
 def _anything(figures: Figures, _: Path) -> None:
@@ -189,24 +225,21 @@ def _anything(figures: Figures, _: Path) -> None:
 
 # ---- latent attention ------------------------------------------------------------------------------------------------
 
-LATENT = (
-    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
-    "--qk-layernorm --rope-type rope --no-rope-fusion"
-)
+LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
+LATENT += "--qk-layernorm --rope-type rope --no-rope-fusion"
 _YARN = LATENT.replace("--rope-type rope", "--rope-type yarn --rotary-scaling-factor 4 --mscale-all-dim 0.8")
 _WIDE = LATENT.replace("--q-lora-rank 16 ", "").replace("--v-head-dim 12", "--v-head-dim 20").replace("--qk-layernorm ", "")
 LATENTS = {
-    "weights apart": case("pp2 split", "--epp-slices 3", both=LATENT),
-    "offload": case("pp2", "--epp-slices 7 --epp-offload", both=_WIDE.replace("--kv-lora-rank 16", "--kv-lora-rank 64")),
-    "there and back, capped": case("pp2 v2", "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-recompute-modes all", both=_YARN),
-    "tensor and sequence parallel": case("tp2 sp pp2", "--epp-slices 3 --epp-recompute 1", both=_WIDE),
-    "context parallel, experts": case("cp2 dp2 experts4 ep2", "--epp-slices 3", both=_YARN, optimizer=OVERLAPPED),
-    "tensor parallel": case("tp2 pp2", "--epp-slices 7 --epp-recompute 1", both=LATENT),
-    "four stages": case("pp4", "--epp-slices 3 --epp-recompute 1", both=_YARN),
-    "two stages per rank": case("pp2 looped2 split", "--epp-slices 7 --epp-recompute 1", both=LATENT),
+    "weights apart": case("pp2 split", THREE, both=LATENT),
+    "offload": case("pp2", f"{SEVEN} --epp-offload", both=_WIDE.replace("--kv-lora-rank 16", "--kv-lora-rank 64")),
+    "there and back, capped": case("pp2 v2", f"{THREE} --epp-memory-cap-gb 0.0006 --epp-recompute-modes all", both=_YARN),
+    "tensor and sequence parallel": case("tp2 sp pp2", AGAIN, both=_WIDE),
+    "context parallel, experts": case(RANKS, THREE, both=_YARN, optimizer=OVERLAPPED),
+    "tensor parallel": case("tp2 pp2", MANY, both=LATENT),
+    "four stages": case("pp4", AGAIN, both=_YARN),
+    "two stages per rank": case("pp2 looped2 split", MANY, both=LATENT),
 }
 _LATENT_CAPS = {("offload", "on"): "--epp-memory-cap-gb 0.00073", ("offload", "off"): "--epp-memory-cap-gb 0.00078"}
-"""By case and choice of --epp-latents."""
 _OFTEN = {("offload", "on")}
 """Cases and choices of the default set, which has others with multi-token prediction (`LATENT_PREDICTIONS`)."""
 
@@ -225,52 +258,37 @@ def _latents() -> list[Row]:
         Row(
             name=f"latent attention, {relayed}: {name}",
             case=replace(own, plan=f"{own.plan} {_LATENT_CAPS.get((name, choice), '')} --epp-latents {choice}"),
-            check=functools.partial(_check_latents, name),
-            batch=BATCH,
-            is_slow=(name, choice) not in _OFTEN,
+            check=functools.partial(_check_latents, name), batch=BATCH, is_slow=(name, choice) not in _OFTEN,
         )
         for name, own in LATENTS.items()
         for choice, relayed in (("on", "latents"), ("off", "keys and values"))
-    ]
+    ]  # fmt: skip
 
 
 # ---- multi-token prediction ------------------------------------------------------------------------------------------
 
-PREDICTIONS = {
-    "repeated layer, tied, masks": case(
-        "pp2", "--epp-slices 7 --epp-recompute 1", "grouped", both="--mtp-num-layers 2 --mtp-use-repeated-layer"
-    )
-}
+PREDICTIONS = {"repeated layer, tied, masks": case("pp2", MANY, "grouped", both="--mtp-num-layers 2 --mtp-use-repeated-layer")}
+_CAPPED = f"{THREE} --epp-memory-cap-gb 0.0015 --epp-recompute-modes all"
 LATENT_PREDICTIONS = {
-    "weights apart": case(
-        "pp2 split", "--epp-slices 3", both=f"{LATENT} --mtp-num-layers 1"
-    ),  # in the set `slow`: Transformer Engine's layers have latents with weights apart
-    "there and back, capped": case(
-        "pp2 v2",
-        "--epp-slices 3 --epp-memory-cap-gb 0.0015 --epp-recompute-modes all --epp-loss-block-tokens 5",
-        both=f"{_YARN} --mtp-num-layers 2",
-    ),
-    "tensor and sequence parallel": case("tp2 sp pp2", "--epp-slices 3 --epp-recompute 1", both=f"{_WIDE} --mtp-num-layers 1"),
-    "context parallel, experts": case(
-        "cp2 dp2 experts4 ep2", "--epp-slices 3", both=f"{_YARN} --mtp-num-layers 2", optimizer=OVERLAPPED
-    ),
+    # In the set `slow`: Transformer Engine's layers have latents with weights apart.
+    "weights apart": case("pp2 split", THREE, both=f"{LATENT} --mtp-num-layers 1"),
+    "there and back, capped": case("pp2 v2", f"{_CAPPED} --epp-loss-block-tokens 5", both=f"{_YARN} --mtp-num-layers 2"),
+    "tensor and sequence parallel": case("tp2 sp pp2", AGAIN, both=f"{_WIDE} --mtp-num-layers 1"),
+    "context parallel, experts": case(RANKS, THREE, both=f"{_YARN} --mtp-num-layers 2", optimizer=OVERLAPPED),
 }
-"""Cases of `LATENTS` with multi-token prediction."""
 MORE_PREDICTIONS = {
-    "two depths, tied": case("pp2", "--epp-slices 7 --epp-recompute 1", "grouped", both="--mtp-num-layers 2"),
-    "weights apart": case("pp2 split", "--epp-slices 3", both="--mtp-num-layers 1"),
-    "there and back": case("pp2 v2", "--epp-slices 3 --epp-loss-block-tokens 5", both="--mtp-num-layers 2"),
+    "two depths, tied": case("pp2", MANY, "grouped", both="--mtp-num-layers 2"),
+    "weights apart": case("pp2 split", THREE, both="--mtp-num-layers 1"),
+    "there and back": case("pp2 v2", f"{THREE} --epp-loss-block-tokens 5", both="--mtp-num-layers 2"),
     "latent attention, tensor and sequence parallel": case(
-        "tp2 sp pp2", "--epp-slices 7 --epp-memory-cap-gb 0.0006 --epp-offload", both=f"{LATENT} --mtp-num-layers 1"
+        "tp2 sp pp2", f"{SEVEN} --epp-memory-cap-gb 0.0006 --epp-offload", both=f"{LATENT} --mtp-num-layers 1"
     ),
-    "context parallel, experts": case(
-        "cp2 dp2 experts4 ep2", "--epp-slices 3", both="--mtp-num-layers 2", optimizer=OVERLAPPED
-    ),
-    "uneven stages": case("pp2", "--epp-slices 3 --epp-layout 3,1", both="--mtp-num-layers 2"),
-    "two stages per rank": case("pp2 looped2 split", "--epp-slices 7 --epp-recompute 1", both="--mtp-num-layers 1"),
-    "there and back, replicas": case("dp2 pp2 v2", "--epp-slices 3", both="--mtp-num-layers 1", optimizer=OVERLAPPED),
-    "one stage, packed": case("alone", "--epp-slices 1", "grouped", both="--mtp-num-layers 2"),
-    "four stages": case("pp4", "--epp-slices 3", both="--mtp-num-layers 1"),
+    "context parallel, experts": case(RANKS, THREE, both="--mtp-num-layers 2", optimizer=OVERLAPPED),
+    "uneven stages": case("pp2", f"{THREE} --epp-layout 3,1", both="--mtp-num-layers 2"),
+    "two stages per rank": case("pp2 looped2 split", MANY, both="--mtp-num-layers 1"),
+    "there and back, replicas": case("dp2 pp2 v2", THREE, both="--mtp-num-layers 1", optimizer=OVERLAPPED),
+    "one stage, packed": case("alone", ONE, "grouped", both="--mtp-num-layers 2"),
+    "four stages": case("pp4", THREE, both="--mtp-num-layers 1"),
 }
 
 
@@ -280,19 +298,16 @@ def _check_predictions(slices: int, figures: Figures, _: Path) -> None:
 
 
 def _predictions() -> list[Row]:
+    """Return rows whose last stage, where weights are tied, has an unused copy of the embedding as its output layer."""
     return [
         Row(
-            name=f"multi-token prediction: {name}",
-            case=own,
+            name=f"multi-token prediction: {name}", case=own,
             check=functools.partial(_check_predictions, 1 if "packed" in name else 3),
-            iterations=3 if name in MORE_PREDICTIONS else 2,
-            batch=BATCH if name in MORE_PREDICTIONS else SMALL_BATCH,
-            documents="answers" if "masks" in name else "plain",
-            unused="tied" in name,  # the output layer of a last stage that has a copy of the embedding
-            is_slow=name in MORE_PREDICTIONS,
+            iterations=3 if name in MORE_PREDICTIONS else 2, batch=BATCH if name in MORE_PREDICTIONS else SMALL_BATCH,
+            documents="answers" if "masks" in name else "plain", unused="tied" in name, is_slow=name in MORE_PREDICTIONS,
         )
         for name, own in (PREDICTIONS | MORE_PREDICTIONS).items()
-    ]
+    ]  # fmt: skip
 
 
 def _check_latent_predictions(name: str, figures: Figures, folder: Path) -> None:
@@ -305,12 +320,11 @@ def _latent_predictions() -> list[Row]:
         Row(
             name=f"latent attention, multi-token prediction: {name}",
             case=replace(own, plan=f"{own.plan} --epp-latents {'off' if 'cap' in name else 'on'}"),
-            check=functools.partial(_check_latent_predictions, name),
-            batch=BATCH if "cap" in name else SMALL_BATCH,
+            check=functools.partial(_check_latent_predictions, name), batch=BATCH if "cap" in name else SMALL_BATCH,
             is_slow=name == "weights apart",
         )
         for name, own in LATENT_PREDICTIONS.items()
-    ]
+    ]  # fmt: skip
 
 
 # ---- masks of trained tokens -----------------------------------------------------------------------------------------
@@ -326,42 +340,38 @@ def _check_one_each(figures: Figures, _: Path) -> None:
 
 def _masks() -> list[Row]:
     """Return rows of masked labels. By default answers are trained on ranks that share tokens in rows of `OF_ANSWERS`."""
-    parts = case("pp2", "--epp-slices 3 --epp-loss-block-tokens 5", both=f"--seed {SEED}")
-    few = case("dp2", "--epp-slices 3", "gpt2", both=f"--seed {SEED} --global-batch-size 2")
-    blocks = "--epp-slices 3 --epp-loss-block-tokens 3"
+    parts = case("pp2", f"{THREE} --epp-loss-block-tokens 5", both=f"--seed {SEED}")
+    few = case("dp2", THREE, "gpt2", both=f"--seed {SEED} --global-batch-size 2")
+    blocks = f"{THREE} --epp-loss-block-tokens 3"
     answers = {
-        "split": case("pp2 split", "--epp-slices 3"),  # by default with learnt costs
+        "split": case("pp2 split", THREE),  # by default with learnt costs
         "sequence parallel by blocks": case("tp2 sp", blocks),
-        "context parallel": case("cp2", "--epp-slices 3"),
-        "tensor parallel, tied": case("tp2", "--epp-slices 3", "gpt2"),
+        "context parallel": case("cp2", THREE),
+        "tensor parallel, tied": case("tp2", THREE, "gpt2"),
         "sequence parallel by blocks, tied": case("tp2 sp", blocks, "grouped"),
     }
     return [
         Row(name="masked labels: part of every document", case=parts, check=_check_slices, documents="parts"),
         Row(name="masked labels: one of two replicas", case=few, check=_check_one_each, documents="one of two replicas"),
-        *(
-            Row(name=f"answers: {name}", case=one, check=_check_slices, documents="answers", is_slow=True)
-            for name, one in answers.items()
-        ),
+        *(replace(row, documents="answers") for row in _of_layers("answers", answers, slow=answers)),
     ]
 
 
 # ---- uneven layouts --------------------------------------------------------------------------------------------------
 
-_UNEVEN_LAYERS = "--epp-slices 3 --epp-recompute 1"
 LAYOUTS = {
-    "a stage without layers": case("pp4", "--epp-slices 3 --epp-layout 0,2,1,1"),
-    "looped": case("pp2 looped2 split", f"{_UNEVEN_LAYERS} --epp-layout 2,1,1,0"),
-    "there and back": case("pp2 v2", f"{_UNEVEN_LAYERS} --epp-layout 2,0,1,1", "gpt2"),
-    "learnt costs": case("pp2", "--epp-slices 3 --epp-costs learn --epp-layout 1,3"),
+    "a stage without layers": case("pp4", f"{THREE} --epp-layout 0,2,1,1"),
+    "looped": case("pp2 looped2 split", f"{AGAIN} --epp-layout 2,1,1,0"),
+    "there and back": case("pp2 v2", f"{AGAIN} --epp-layout 2,0,1,1", "gpt2"),
+    "learnt costs": case("pp2", f"{THREE} --epp-costs learn --epp-layout 1,3"),
 }
 """Rows of the set `slow`; in the default set others have an output layer in shards, too (`UNEVEN_SHARDS`)."""
 
 
-_CHOOSING = "--epp-slices 3 --epp-layout auto --epp-vocab-parallel auto --epp-split-weight-gradient auto"
+_CHOOSING = f"{THREE} --epp-layout auto --epp-vocab-parallel auto --epp-split-weight-gradient auto"
 CHOSEN = {
     "there and back": case("pp2", f"{_CHOOSING} --epp-placement v", "gpt2"),
-    "experts of replicas": case("dp2 pp2 experts4 ep2", _CHOOSING, "gpt2", optimizer=OVERLAPPED),
+    "experts of replicas": case(REPLICAS, _CHOOSING, "gpt2", optimizer=OVERLAPPED),
     "two stages": case("pp2", _CHOOSING),
     "tensor and sequence parallel": case("tp2 sp pp2", _CHOOSING, "grouped"),
     "context parallel": case("cp2 pp2", _CHOOSING),
@@ -376,27 +386,20 @@ def _check_layout(splits: bool, figures: Figures, _: Path) -> None:
 
 
 def _layouts() -> list[Row]:
-    chosen = [
-        Row(name=f"chosen: {name}", case=own, check=_check_slices, is_slow=number > 1)
-        for number, (name, own) in enumerate(CHOSEN.items())
-    ]
+    chosen = _of_layers("chosen", CHOSEN, slow=[*CHOSEN][2:])
     cut = [
         Row(
-            name=f"uneven layers: {name}, {LONG}",
-            case=own,
-            check=functools.partial(_check_layout, own.cell.split),
-            iterations=LONG,
-            batch=BATCH,
-            is_slow=True,
+            name=f"uneven layers: {name}, {LONG}", case=own, check=functools.partial(_check_layout, own.cell.split),
+            iterations=LONG, batch=BATCH, is_slow=True,
         )
         for name, own in LAYOUTS.items()
-    ]
+    ]  # fmt: skip
     return chosen + cut
 
 
 # ---- an output layer in shards ---------------------------------------------------------------------------------------
 
-_SHARDS = "--epp-vocab-parallel on --epp-slices 3"
+_SHARDS, _VOCAB_AUTO = "--epp-vocab-parallel on --epp-slices 3", f"{THREE} --epp-vocab-parallel auto"
 _UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
 _MASKED = "whole or ends"
 VOCABULARIES = {
@@ -410,11 +413,9 @@ UNEVEN_SHARDS = {
     "tensor and sequence parallel, windows and sinks": case(
         "tp2 sp pp2", f"{_UNEVEN_SHARDS} --epp-layout 1,3", both="--window-size 30,0 --softmax-type learnable"
     ),
-    "experts of replicas, tied": case(
-        "dp2 pp2 experts4 ep2", f"{_UNEVEN_SHARDS} --epp-layout 1,3", "gpt2", optimizer=OVERLAPPED
-    ),
+    "experts of replicas, tied": case(REPLICAS, f"{_UNEVEN_SHARDS} --epp-layout 1,3", "gpt2", optimizer=OVERLAPPED),
 }
-"""Uneven layouts, with an output layer in shards."""
+_FUSED = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
 MORE_VOCABULARIES = {
     "four ranks, tied, uneven": VOCABULARIES["four ranks, tied, uneven"],
     "tied, by blocks": case("pp2", f"{_SHARDS} --epp-loss-block-tokens 5", "gpt2"),
@@ -435,7 +436,7 @@ MORE_VOCABULARIES = {
     "context parallel, masked": case("cp2 pp2", _SHARDS),
     "four ranks, uneven": case("pp4", _SHARDS, "learned", both=_UNEVEN),
     "replicas": case("dp2 pp2", _SHARDS, optimizer=OVERLAPPED),
-    "experts": case("dp2 pp2 experts4 ep2", _SHARDS, optimizer=OVERLAPPED),
+    "experts": case(REPLICAS, _SHARDS, optimizer=OVERLAPPED),
     "uneven layers": case("pp2", f"{_SHARDS} --epp-layout 3,1 --epp-recompute 1"),
     "weights apart": case("pp2 split", _SHARDS),
     "weights apart, looped, tied": case("pp2 looped2 split", _SHARDS, "gpt2"),
@@ -443,17 +444,13 @@ MORE_VOCABULARIES = {
     "capped": case("pp2", f"{_SHARDS} --epp-memory-cap-gb 0.0006"),
     "another planner": case("pp2", "--epp-vocab-parallel on --epp-planner chunkflow"),
     "SlimPipe": case("pp2 looped2", "--epp-vocab-parallel on --epp-planner slimpipe --epp-slices 4"),
-    "chosen by the run": case("pp2", "--epp-slices 3 --epp-vocab-parallel auto", both="--vocab-size 4000"),
-    "chosen with the layout": case(
-        "pp2", "--epp-slices 3 --epp-vocab-parallel auto --epp-layout auto", "gpt2", both="--vocab-size 4000"
-    ),
+    "chosen by the run": case("pp2", _VOCAB_AUTO, both="--vocab-size 4000"),
+    "chosen with the layout": case("pp2", f"{_VOCAB_AUTO} --epp-layout auto", "gpt2", both="--vocab-size 4000"),
     "muP": case("pp2", _SHARDS, both="--use-mup --mup-base-hidden-size 16"),
     "muP, tied": case("pp2", _SHARDS, "grouped", both="--use-mup --mup-base-hidden-size 16"),
     "decoupled rate, clipped": case("pp2", _SHARDS, both="--decoupled-lr 1e-3 --clip-grad 0.05 --log-num-zeros-in-grad"),
     "learnt costs": case("pp2", f"{_SHARDS} --epp-costs learn"),
-    "fused loss of the stock schedule": case(
-        "pp2", f"{_SHARDS} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
-    ),
+    "fused loss of the stock schedule": case("pp2", f"{_SHARDS} {_FUSED}"),
 }
 """With `masked` in the name, on documents of which some train nothing."""
 
@@ -467,16 +464,13 @@ def _check_shards(splits: bool, is_chosen: bool, cuts: bool, figures: Figures, _
 def _vocabularies(iterations: int, cases: dict[str, Case]) -> list[Row]:
     return [
         Row(
-            name=f"vocabulary: {name}, {iterations}",
-            case=own,
+            name=f"vocabulary: {name}, {iterations}", case=own,
             check=functools.partial(_check_shards, own.cell.split, "--epp-layout auto" in own.plan, "planner" not in own.plan),
-            iterations=iterations,
-            batch=BATCH if iterations == LONG else SMALL_BATCH,
-            documents=_MASKED if "masked" in name else "plain",
-            is_slow=iterations == LONG,
+            iterations=iterations, batch=BATCH if iterations == LONG else SMALL_BATCH,
+            documents=_MASKED if "masked" in name else "plain", is_slow=iterations == LONG,
         )
         for name, own in cases.items()
-    ]
+    ]  # fmt: skip
 
 
 def _check_uneven_shards(splits: bool, figures: Figures, folder: Path) -> None:
@@ -485,10 +479,8 @@ def _check_uneven_shards(splits: bool, figures: Figures, folder: Path) -> None:
 
 
 def _uneven_shards() -> list[Row]:
-    return [
-        Row(name=f"uneven layers, vocabulary: {name}", case=own, check=functools.partial(_check_uneven_shards, own.cell.split))
-        for name, own in UNEVEN_SHARDS.items()
-    ]
+    checks = {name: functools.partial(_check_uneven_shards, own.cell.split) for name, own in UNEVEN_SHARDS.items()}
+    return [Row(name=f"uneven layers, vocabulary: {name}", case=own, check=checks[name]) for name, own in UNEVEN_SHARDS.items()]
 
 
 # ---- hybrid models ---------------------------------------------------------------------------------------------------
@@ -501,52 +493,28 @@ def _check_hybrid(figures: Figures, _: Path) -> None:
 
 _HYBRID_EXPERTS = Row(
     name="hybrid model of attention, MLP and expert layers",
-    case=case(
-        "dp2 pp2 experts4 ep2",
-        "--epp-slices 3 --epp-recompute 1",
-        both="--hybrid-layer-pattern *E|-*E --spec tests.support.mcore.local_hybrid stack_spec",
-    ),
-    check=_check_hybrid,
-    is_slow=True,  # as those of `STATES` with experts, on stages
-)
-_DELTA = (
-    "--spec tests.support.mcore.delta_hybrid stack_spec --linear-num-key-heads 2 --linear-num-value-heads 4 "
-    "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
-)
-_MAMBA = (
-    f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
-    "--mamba-state-dim 8"
-)
+    case=case(REPLICAS, AGAIN, both="--hybrid-layer-pattern *E|-*E --spec tests.support.mcore.local_hybrid stack_spec"),
+    check=_check_hybrid, is_slow=True,  # as those of `STATES` with experts, on stages
+)  # fmt: skip
+_DELTA = "--spec tests.support.mcore.delta_hybrid stack_spec --linear-num-key-heads 2 --linear-num-value-heads 4 "
+_DELTA += "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
+_MAMBA = f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
+_MAMBA += "--mamba-state-dim 8"
+_LAYERS, _OF_GPT = f"{_MAMBA} --hybrid-layer-pattern", _DELTA.replace("stack_spec", "two_gpt_layers")
 STATES = {
-    "two stages, weights apart": case(
-        "pp2 split", "--epp-slices 3 --epp-recompute 1", both=f"{_MAMBA} --hybrid-layer-pattern M-*G|MG-M"
-    ),
-    "tensor and sequence parallel": case("tp2 sp pp2", "--epp-slices 7", both=f"{_MAMBA} --hybrid-layer-pattern M-*|-G"),
-    "context parallel, experts": case(
-        "cp2 dp2 experts4 ep2",
-        "--epp-slices 3 --epp-recompute 1",
-        both=f"{_MAMBA.replace('groups 2', 'groups 1')} --hybrid-layer-pattern GME*E",
-    ),
-    "gated delta nets in a GPT, multi-token prediction": case(
-        "pp2", "--epp-slices 3 --epp-recompute 1", both=f"{_DELTA.replace('stack_spec', 'two_gpt_layers')} --mtp-num-layers 1"
-    ),
+    "two stages, weights apart": case("pp2 split", AGAIN, both=f"{_LAYERS} M-*G|MG-M"),
+    "tensor and sequence parallel": case("tp2 sp pp2", SEVEN, both=f"{_LAYERS} M-*|-G"),
+    "context parallel, experts": case(RANKS, AGAIN, both=f"{_LAYERS.replace('groups 2', 'groups 1')} GME*E"),
+    "gated delta nets in a GPT, multi-token prediction": case("pp2", AGAIN, both=f"{_OF_GPT} --mtp-num-layers 1"),
 }
 """Layers by their letters in a pattern. The first is in the default set with multi-token prediction (`HYBRID_PREDICTIONS`)."""
 
 
 HYBRID_PREDICTIONS = {
-    "states, two depths": case(
-        "pp2 split",
-        "--epp-slices 3 --epp-recompute 1",
-        both=f"{_MAMBA} --hybrid-layer-pattern M-*|-GM/*M-/*M- --mtp-use-repeated-layer",
-    ),
-    "two depths": case("pp2", "--epp-slices 7 --epp-loss-block-tokens 5", both=f"{_MAMBA} --hybrid-layer-pattern M-*|-M/G*/G*"),
-    "experts, tensor and sequence parallel": case(
-        "tp2 sp dp2 experts4 ep2", "--epp-slices 3", both=f"{_MAMBA} --hybrid-layer-pattern ME*E/*E"
-    ),
-    "context parallel": case(
-        "cp2 pp2", "--epp-slices 3", both=f"{_MAMBA} --hybrid-layer-pattern M-|*-/*-", optimizer=OVERLAPPED
-    ),
+    "states, two depths": case("pp2 split", AGAIN, both=f"{_LAYERS} M-*|-GM/*M-/*M- --mtp-use-repeated-layer"),
+    "two depths": case("pp2", f"{SEVEN} --epp-loss-block-tokens 5", both=f"{_LAYERS} M-*|-M/G*/G*"),
+    "experts, tensor and sequence parallel": case("tp2 sp dp2 experts4 ep2", THREE, both=f"{_LAYERS} ME*E/*E"),
+    "context parallel": case("cp2 pp2", THREE, both=f"{_LAYERS} M-|*-/*-", optimizer=OVERLAPPED),
 }
 """The first is in the default set, and has a long row, too."""
 
@@ -561,36 +529,32 @@ def _hybrid_predictions() -> list[Row]:
 
 WINDOWS = {
     "stages in a V": case(
-        "pp2 v2 split",
-        "--epp-slices 3 --epp-recompute 1",
-        both="--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable",
+        "pp2 v2 split", AGAIN, both="--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable"
     )  # which loads weights that stock has saved
 }
 """Tensor-parallel ranks have them in `UNEVEN_SHARDS`, context-parallel ones in `UNEVEN_HEADS`."""
 
 
-def _of_layers(kind: str, cases: dict[str, Case], slow: Collection[str] = ()) -> list[Row]:
-    """Return the rows of a kind of layers, of which `slow` are in the slow set."""
-    return [Row(name=f"{kind}: {name}", case=own, check=_check_slices, is_slow=name in slow) for name, own in cases.items()]
+def _of_layers(kind: str, cases: dict[str, Case], slow: Collection[str] = (), check: Check | None = None) -> list[Row]:
+    """Return the rows of a kind, of which `slow` are in the slow set. Each has slices, unless another check is given."""
+    check = check or _check_slices
+    return [Row(name=f"{kind}: {name}", case=own, check=check, is_slow=name in slow) for name, own in cases.items()]
 
 
 _HEADS = "--kv-channels 8 --num-attention-heads"
+_WINDOW = "--window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type"
 UNEVEN_HEADS = {
     "more ranks than key heads, windows, sinks": case(
         "cp4",
-        "--epp-slices 3 --epp-recompute 4",
+        f"{THREE} --epp-recompute 4",
         "grouped",
         both=f"{_HEADS} 6 --window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
     ),
-    "tensor and sequence parallel": case("tp2 sp cp2", "--epp-slices 7", "grouped", both=f"{_HEADS} 6"),
-    "weights apart": case("cp2 pp2 split", "--epp-slices 3 --epp-recompute 1", both=f"{_HEADS} 3"),
-    "windows, sinks, experts": case(
-        "cp2 dp2 experts4 ep2",
-        "--epp-slices 3",
-        both=f"{_HEADS} 3 --window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type learnable",
-    ),
-    "latents": case("cp4", "--epp-slices 3 --epp-latents on", both=f"{LATENT} {_HEADS} 6"),
-    "gated delta nets": case("cp2 pp2", "--epp-slices 3", both=f"{_DELTA} --hybrid-layer-pattern G-*|-G-* {_HEADS} 3"),
+    "tensor and sequence parallel": case("tp2 sp cp2", SEVEN, "grouped", both=f"{_HEADS} 6"),
+    "weights apart": case("cp2 pp2 split", AGAIN, both=f"{_HEADS} 3"),
+    "windows, sinks, experts": case(RANKS, THREE, both=f"{_HEADS} 3 {_WINDOW} learnable"),
+    "latents": case("cp4", f"{THREE} --epp-latents on", both=f"{LATENT} {_HEADS} 6"),
+    "gated delta nets": case("cp2 pp2", THREE, both=f"{_DELTA} --hybrid-layer-pattern G-*|-G-* {_HEADS} 3"),
 }
 """Context-parallel ranks that do not divide the query heads; the first case is in the default set."""
 
@@ -598,78 +562,57 @@ UNEVEN_HEADS = {
 def _uneven_heads() -> list[Row]:
     return [
         Row(
-            name=f"uneven heads: {name}",
-            case=own,
-            check=_check_slices,
-            batch=BATCH if own.cell.dp > 1 else SMALL_BATCH,
+            name=f"uneven heads: {name}", case=own, check=_check_slices, batch=BATCH if own.cell.dp > 1 else SMALL_BATCH,
             is_slow=number > 0,
         )
         for number, (name, own) in enumerate(UNEVEN_HEADS.items())
-    ]
+    ]  # fmt: skip
 
 
 _OF_LAYERS = "--epp-slices 5 --epp-recompute 1"
-_LONG_LAYOUTS = {
-    "four stages, weights apart": case("pp4 split", _OF_LAYERS),
-    "looped": case("pp2 looped2", _OF_LAYERS),
-    "replicas": case("dp2 pp2", _OF_LAYERS, optimizer=OVERLAPPED),
-}
+_LONG_LAYOUTS = {"four stages, weights apart": case("pp4 split", _OF_LAYERS), "looped": case("pp2 looped2", _OF_LAYERS)}
+_LONG_LAYOUTS["replicas"] = case("dp2 pp2", _OF_LAYERS, optimizer=OVERLAPPED)
 _LONG_LAYERS: dict[str, dict[str, str]] = {
     "gated delta nets": {  # looped, with Transformer Engine: a hybrid model's pattern says how many stages ranks have
         "four stages, weights apart": f"{_DELTA} --hybrid-layer-pattern G-|G-|*|G-",
         "replicas": f"{_DELTA} --hybrid-layer-pattern G-G-|*G-",
     },
-    "Mamba-2": {
-        "four stages, weights apart": f"{_MAMBA} --hybrid-layer-pattern M-|M-|*|M-",
-        "replicas": f"{_MAMBA} --hybrid-layer-pattern M-M-|*M-",
-    },
+    "Mamba-2": {"four stages, weights apart": f"{_LAYERS} M-|M-|*|M-", "replicas": f"{_LAYERS} M-M-|*M-"},
     "windows and sinks": dict.fromkeys(_LONG_LAYOUTS, "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"),
 }
 
 
 def _long_of_layers() -> list[Row]:
-    """Return long rows of every kind of layers in every layout."""
     return [
         Row(
-            name=f"{kind}: {layout}, {LONG}",
-            case=replace(_LONG_LAYOUTS[layout], both=both),
-            check=_check_slices,
-            iterations=LONG,
-            batch=BATCH,
-            is_slow=True,
+            name=f"{kind}: {layout}, {LONG}", case=replace(_LONG_LAYOUTS[layout], both=both), check=_check_slices,
+            iterations=LONG, batch=BATCH, is_slow=True,
         )
         for kind, layouts in _LONG_LAYERS.items()
         for layout, both in layouts.items()
-    ]
+    ]  # fmt: skip
 
 
 _HYBRID_LATENTS = Row(
     name="hybrid model of latent attention, MLP and expert layers",
     case=case(
-        "dp2 pp2 experts4 ep2",
-        "--epp-slices 3 --epp-recompute 1 --epp-latents on",
+        REPLICAS,
+        f"{AGAIN} --epp-latents on",
         both=f"{_WIDE} --hybrid-layer-pattern +E|-+E --spec tests.support.mcore.latent_hybrid stack_spec",
     ),
-    check=_check_hybrid,
-    iterations=3,
-    batch=BATCH,
-    is_slow=True,
-)
+    check=_check_hybrid, iterations=3, batch=BATCH, is_slow=True,
+)  # fmt: skip
 
 
 # ---- experts by DeepEP and HybridEP ----------------------------------------------------------------------------------
 
 _HYBRID_EP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 FLEX = {
-    "HybridEP, weights apart": case("dp2 pp2 split experts4 ep2", f"--epp-slices 3 --epp-recompute 1 {_HYBRID_EP}"),
-    "DeepEP": case(
-        "dp2 pp2 split experts4 ep2", "--epp-slices 7 --epp-recompute 1 --moe-token-dispatcher-type flex --moe-enable-deepep"
-    ),
-    "DeepEP, there and back": case(
-        "dp2 pp2 v2 experts4 ep2", "--epp-slices 3 --epp-recompute 1 --moe-token-dispatcher-type flex"
-    ),
-    "HybridEP, tensor and sequence parallel": case("tp2 sp dp2 experts4 ep2", f"--epp-slices 3 {_HYBRID_EP}"),
-    "DeepEP, context parallel": case("cp2 dp2 experts4 ep2", "--epp-slices 3 --moe-token-dispatcher-type flex"),
+    "HybridEP, weights apart": case("dp2 pp2 split experts4 ep2", f"{AGAIN} {_HYBRID_EP}"),
+    "DeepEP": case("dp2 pp2 split experts4 ep2", f"{MANY} --moe-token-dispatcher-type flex --moe-enable-deepep"),
+    "DeepEP, there and back": case("dp2 pp2 v2 experts4 ep2", f"{AGAIN} --moe-token-dispatcher-type flex"),
+    "HybridEP, tensor and sequence parallel": case("tp2 sp dp2 experts4 ep2", f"{THREE} {_HYBRID_EP}"),
+    "DeepEP, context parallel": case(RANKS, f"{THREE} --moe-token-dispatcher-type flex"),
 }
 """Cases that stock trains with `alltoall`; the first is in the default set, and the first two have long rows, too."""
 
@@ -682,43 +625,32 @@ def _flex() -> list[Row]:
 
 # ---- parts that do not train -----------------------------------------------------------------------------------------
 
-_AGAIN = "--epp-slices 7 --epp-recompute 1 --epp-loss-block-tokens 5"
-_TIGHT = "--epp-slices 3 --epp-memory-cap-gb 0.0006 --epp-offload"
+_AGAIN = f"{MANY} --epp-loss-block-tokens 5"
+_TIGHT = f"{THREE} --epp-memory-cap-gb 0.0006 --epp-offload"
 _BACK = "pp2 v2 split"
 FROZEN = (
     ("adapters", "pp2", _AGAIN, ""),
-    ("some", "pp2", "--epp-slices 3 --epp-costs learn", ""),
+    ("some", "pp2", f"{THREE} --epp-costs learn", ""),
     ("layers", "pp2 split", _AGAIN, ""),
 )
 """Part that trains, layout, and flags of plans and of both runs."""
 MORE_FROZEN = (
-    ("adapters", _BACK, "--epp-slices 4", ""),
-    ("adapters", "pp2", _TIGHT, ""),
-    ("adapters", "cp2 pp2", "--epp-slices 3", ""),
-    ("adapters", "dp2 pp2", "--epp-slices 3 --use-distributed-optimizer", ""),
-    ("adapters", "pp2", "--epp-slices 3", "--mtp-num-layers 1"),
-    ("last", "pp2", _TIGHT, ""),
-    ("last", "pp2 split", "--epp-slices 3", ""),
-    ("last", "pp4 split", "--epp-slices 3", ""),
-    ("last", "pp2 looped2", _AGAIN, ""),
-    ("later", _BACK, "--epp-slices 4", ""),
-    ("last", "cp2 pp2", "--epp-slices 3 --epp-costs learn", ""),
-    ("later", "pp2", "--epp-layout 3,1 --epp-slices 3 --epp-recompute 1", ""),
-    ("first", "pp2 split", _AGAIN, ""),
-    ("head", "pp2", _AGAIN, ""),
-    ("head", "pp2 split", "--epp-slices 3", "--mtp-num-layers 1"),
-    ("layers", "tp2 sp pp2 split", "--epp-slices 3", ""),
-)
+    ("adapters", _BACK, "--epp-slices 4", ""), ("adapters", "pp2", _TIGHT, ""), ("adapters", "cp2 pp2", THREE, ""),
+    ("adapters", "dp2 pp2", f"{THREE} --use-distributed-optimizer", ""), ("adapters", "pp2", THREE, "--mtp-num-layers 1"),
+    ("last", "pp2", _TIGHT, ""), ("last", "pp2 split", THREE, ""), ("last", "pp4 split", THREE, ""),
+    ("last", "pp2 looped2", _AGAIN, ""), ("later", _BACK, "--epp-slices 4", ""),
+    ("last", "cp2 pp2", f"{THREE} --epp-costs learn", ""),
+    ("later", "pp2", "--epp-layout 3,1 --epp-slices 3 --epp-recompute 1", ""), ("first", "pp2 split", _AGAIN, ""),
+    ("head", "pp2", _AGAIN, ""), ("head", "pp2 split", THREE, "--mtp-num-layers 1"), ("layers", "tp2 sp pp2 split", THREE, ""),
+)  # fmt: skip
 
 
 def _frozen(number: int, part: str, cell: str, plan: str, both: str, is_slow: bool) -> Row:
     both = f"--spec tests.support.mcore.adapters {part} {both}"
     return Row(
-        name=f"of the model only a part trains: {part}, {cell}, {number}",
-        case=case(cell, plan, both=both),
-        check=_check_slices,
-        is_slow=is_slow,
-    )
+        name=f"of the model only a part trains: {part}, {cell}, {number}", case=case(cell, plan, both=both),
+        check=_check_slices, is_slow=is_slow,
+    )  # fmt: skip
 
 
 # ---- learnt costs ----------------------------------------------------------------------------------------------------
@@ -730,7 +662,6 @@ LEARN = f"--epp-costs learn --epp-lookahead {LOOKAHEAD}"
 
 
 def _check_learnt(figures: Figures, folder: Path) -> None:
-    """Costs change at the agreed batch."""
     before, after = (load(folder / f"plan-{number}.json") for number in (FIRST_LEARNT - 1, FIRST_LEARNT))
     assert before.costs != "learnt"
     assert after.costs == "learnt"
@@ -738,7 +669,7 @@ def _check_learnt(figures: Figures, folder: Path) -> None:
 
 def _learnt() -> list[Row]:
     traced = f"{LEARN} --epp-report-dir {FOLDER} --epp-trace {FIRST_LEARNT - 1} {FIRST_LEARNT}"
-    sliced = case("pp2 split", f"--epp-slices 3 --epp-recompute 1 {traced}")
+    sliced = case("pp2 split", f"{AGAIN} {traced}")
     replicas, stages = (case(cell, f"--epp-slices 2 {traced}", "gpt2") for cell in ("dp2", "dp2 pp2"))
     row = Row(name="learnt costs: sliced", case=sliced, check=_check_learnt, iterations=FIRST_LEARNT + 1, documents="answers")
     return [
@@ -749,29 +680,13 @@ def _learnt() -> list[Row]:
 
 
 ROWS = (
-    *_cuts(ITERATIONS, CASES),
-    *KINDS,
-    *_routers(),
-    *_latents(),
-    *_predictions(),
-    *_latent_predictions(),
-    *_masks(),
-    *_vocabularies(2, VOCABULARIES),
-    *_uneven_shards(),
-    _HYBRID_EXPERTS,
-    *_of_layers("Mamba-2 and gated delta nets", STATES, slow=("two stages, weights apart",)),
-    *_hybrid_predictions(),
-    *_of_layers("windows and sinks", WINDOWS),
-    *_uneven_heads(),
-    *_long_of_layers(),
-    *_flex(),
-    _HYBRID_LATENTS,
-    *_learnt(),
+    *_cuts(ITERATIONS, CASES), *KINDS, *_routers(), *_latents(), *_predictions(), *_latent_predictions(), *_masks(),
+    *_vocabularies(2, VOCABULARIES), *_uneven_shards(), _HYBRID_EXPERTS,
+    *_of_layers("Mamba-2 and gated delta nets", STATES, slow=("two stages, weights apart",)), *_hybrid_predictions(),
+    *_of_layers("windows and sinks", WINDOWS), *_uneven_heads(), *_long_of_layers(), *_flex(), _HYBRID_LATENTS, *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),
-    *(_frozen(number, *given, is_slow=True) for number, given in enumerate(MORE_FROZEN)),
-    *_cuts(MORE_ITERATIONS, MORE_CASES),
+    *(_frozen(number, *given, is_slow=True) for number, given in enumerate(MORE_FROZEN)), *_cuts(MORE_ITERATIONS, MORE_CASES),
     *(_chosen(str(choices), choices, 2) for choices in PAIRS),
-    *(_chosen(f"{choices} (full)", choices, 3) for choices in full_rows()),
-    *_layouts(),
+    *(_chosen(f"{choices} (full)", choices, 3) for choices in full_rows()), *_layouts(),
     *_vocabularies(LONG, MORE_VOCABULARIES),
-)
+)  # fmt: skip

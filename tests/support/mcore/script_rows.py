@@ -19,16 +19,6 @@ PLANS = ("--epp", "--epp-microbatches", "user")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScriptRow:
-    """One training of a script of Megatron's, on TINY's data.
-
-    Attributes:
-        name: of the row.
-        num_processes: ranks of both runs.
-        flags: of both runs.
-        iterations: of both runs.
-        is_slow: it belongs to the set `slow`.
-    """
-
     name: str
     num_processes: int
     flags: str
@@ -73,32 +63,21 @@ def _relative(own: Tensor, ours: Tensor) -> float:
 
 SGD = "--optimizer sgd --lr 0.02"
 ROPE = "--position-embedding-type rope --no-rope-fusion"
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
-    "--moe-token-dispatcher-type alltoall --no-bias-gelu-fusion --disable-bias-linear"
-)
-LATENT = (
-    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
-    "--normalization RMSNorm " + ROPE
-)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+EXPERTS += "--moe-token-dispatcher-type alltoall --no-bias-gelu-fusion --disable-bias-linear"
+LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
+LATENT += f"--normalization RMSNorm {ROPE}"
 REPLICAS = "--global-batch-size 16"
 """Two replicas have four microbatches each."""
-SHARDED = (
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --optimizer adam --adam-eps 1e-2 --lr 1e-3 "
-    f"--timing-log-level 2 {REPLICAS}"
-)
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --optimizer adam --adam-eps 1e-2 --lr 1e-3 "
+SHARDED += f"--timing-log-level 2 {REPLICAS}"
 """It takes no SGD. Its eps keeps Adam from making much of gradients that are zero but for rounding."""
+STATES, SECOND = "--mamba-num-heads 8 --mamba-num-groups 4", "--window-size 5,0 --window-attn-skip-freq 2"
+SHARED = "--moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 16 --swiglu"
 HYBRID = "--spec tests.support.mcore.stand_ins hybrid_spec"
 
 
 class Model(NamedTuple):
-    """Flags of a model.
-
-    Attributes:
-        flags: all but the pattern of a hybrid model's layers.
-        two, four: patterns of a hybrid model for two and for four stages.
-    """
-
     flags: str
     two: str = ""
     four: str = ""
@@ -107,17 +86,12 @@ class Model(NamedTuple):
 MODELS = {
     "attention and MLP": Model(ROPE),
     "hybrid": Model(HYBRID, "*-*-|*-*-", "*-|*-|*-|*-"),
-    "latent attention, experts, multi-token prediction": Model(
-        f"{LATENT} {EXPERTS} --mtp-num-layers 1 --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 16 --swiglu"
-    ),
-    "state-space layers and experts": Model(
-        f"{HYBRID} {EXPERTS} --mamba-num-heads 8 --mamba-num-groups 4", "M*E-|M*-E", "ME|*E|M-E|*E"
-    ),
+    "latent attention, experts, multi-token prediction": Model(f"{LATENT} {EXPERTS} --mtp-num-layers 1 {SHARED}"),
+    "state-space layers and experts": Model(f"{HYBRID} {EXPERTS} {STATES}", "M*E-|M*-E", "ME|*E|M-E|*E"),
     "sliding window": Model(f"{ROPE} --window-size 8,0"),
-    "sliding window in every second layer, loss per token": Model(
-        f"{ROPE} --window-size 5,0 --window-attn-skip-freq 2 --calculate-per-token-loss"
-    ),
+    "sliding window in every second layer, loss per token": Model(f"{ROPE} {SECOND} --calculate-per-token-loss"),
 }
+TWO = "--pipeline-model-parallel-size 2"
 LAYOUTS = {
     "2 stages": (2, "--pipeline-model-parallel-size 2"),
     "4 stages": (4, "--pipeline-model-parallel-size 4"),
@@ -126,10 +100,7 @@ LAYOUTS = {
     "context parallel": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
     "expert parallel": (4, f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {REPLICAS}"),
     "distributed optimizer": (4, f"--pipeline-model-parallel-size 2 {SHARDED}"),
-    "distributed optimizer, 4 stages on 2 ranks": (
-        4,
-        f"--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {SHARDED}",
-    ),
+    "distributed optimizer, 4 stages on 2 ranks": (4, f"{TWO} --num-layers-per-virtual-pipeline-stage 1 {SHARDED}"),
 }
 COVERING = {
     ("latent attention, experts, multi-token prediction", "expert parallel"),
@@ -159,11 +130,9 @@ def _script_rows() -> list[ScriptRow]:
 
 
 _FLEX = f"{SGD} {ROPE} {EXPERTS.replace('alltoall', 'flex')} {LAYOUTS['expert parallel'][1]} --moe-flex-dispatcher-backend"
-SINKS = "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type"
-_DELTA = (
-    "--spec tests.support.mcore.delta_hybrid stack_spec --linear-num-key-heads 2 --linear-num-value-heads 4 "
-    "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4 --swiglu --disable-bias-linear"
-)
+SINKS = f"{SECOND} --softmax-type"
+_DELTA = "--spec tests.support.mcore.delta_hybrid stack_spec --linear-num-key-heads 2 --linear-num-value-heads 4 "
+_DELTA += "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4 --swiglu --disable-bias-linear"
 _OF_LAYERS = {
     "learnable sinks": ("4 stages on 2 ranks", f"{SINKS} learnable"),
     "sinks of zero, experts": ("expert parallel", f"{SINKS} off-by-one {EXPERTS}"),
@@ -171,6 +140,7 @@ _OF_LAYERS = {
     "gated delta nets, experts": ("expert parallel", f"{_DELTA} {EXPERTS} --hybrid-layer-pattern GE|*E"),
 }
 """Layout and flags. Those of sinks have Megatron's own attention."""
+_LONG: dict[str, Any] = {"num_processes": 4, "iterations": 5, "is_slow": True}
 SCRIPT_ROWS = (
     *_script_rows(),
     *(
@@ -183,8 +153,5 @@ SCRIPT_ROWS = (
         )
         for name, (layout, own) in _OF_LAYERS.items()
     ),
-    *(
-        ScriptRow(name=f"experts by {backend}", num_processes=4, flags=f"{_FLEX} {backend}", iterations=5, is_slow=True)
-        for backend in ("deepep", "hybridep")
-    ),
+    *(ScriptRow(name=f"experts by {own}", flags=f"{_FLEX} {own}", **_LONG) for own in ("deepep", "hybridep")),
 )

@@ -79,7 +79,6 @@ def _keeping(train_step: Callable[..., Any], kept: dict[str, Any]) -> Callable[.
 
 
 def reversed_orders() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which plans for microbatches have one order only, from the last to the first."""
     from megatron_epp.planner import chunk_tables, settings
 
     tables = chunk_tables.microbatch_tables

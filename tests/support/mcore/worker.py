@@ -35,18 +35,13 @@ _world: "_World | None" = None
 
 
 def call(num_processes: int, function: str, *, limit_s: float = 300, fresh: bool = False, **arguments: Any) -> list[Any]:
-    """Call a function on every rank of a world, with process groups of its own.
+    """Call a function ``module:function`` on every rank of a world, with process groups of its own; return what it did, by
+    rank.
 
     Args:
-        function: ``module:function``.
-        limit_s: longest time that it may take.
         fresh: in a world that has called nothing before.
 
-    Returns:
-        What it returned, by rank.
-
-    Raises:
-        AssertionError: it failed or took longer; with the end of the ranks' output.
+    Raises AssertionError with the end of the ranks' output where it fails or takes longer than the limit.
     """
     global _world
     if _world is not None and (fresh or _world.num_processes != num_processes or _world.num_calls == _MOST_CALLS):

@@ -1,4 +1,5 @@
-"""Runs one layer of Megatron forward for each of several sets of flags, and compares what autograd keeps with the formulas.
+"""Runs one layer of Megatron forward for each of several sets of flags, and compares what autograd keeps with the formulas; and
+what a layer with experts holds besides, on ranks that share these.
 
 Kernels that a CPU lacks have stand-ins that keep what they keep on a GPU: a norm its input and a statistic or two in fp32, a
 fused rotation nothing but the angles, which are not the layer's, and attention queries, keys, values, its output and one number
@@ -8,8 +9,38 @@ the gate, and the norm behind it its input and a statistic of every group. All e
 """
 
 from dataclasses import replace
+from pkgutil import resolve_name
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron_epp.tools.formulas.recurrent import RecurrentShape
+
+from megatron_epp.mcore import entry
+from megatron_epp.mcore.model.core_attention import ChunkParams
+from megatron_epp.mcore.model.kinds import KINDS
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.tools.formulas import CPU
+from megatron_epp.tools.formulas.analytic import analytic_profile
+from megatron_epp.tools.formulas.layer_sizes import BLOCK_TOKENS
+from megatron_epp.tools.formulas.library import shape_of
+from tests.mcore.test_refusals import arguments
+from tests.support.mcore import fla_stand_in
+from tests.support.runtime.allocations import Allocations
 
 ANGLES = {}
 """Storages of rotary angles by address, which layers share and keep beyond a chunk."""
@@ -79,14 +110,11 @@ def normalized(x):
 
 
 def ruled(q, k, v, g, beta, **_):
-    from megatron_epp.tools.formulas.layer_sizes import BLOCK_TOKENS
-
     pairs, decays = q.new_zeros(*q.shape[:3], BLOCK_TOKENS), torch.zeros_like(g)
     return _Keeping.apply(v.detach().clone(), [q, k, v, decays, beta, pairs], q, k, v, g, beta), None
 
 
 def _gated(self, x, gate):
-    """Stand-in for the norm of a rule's output, and its gate in one kernel."""
     normed = self.out_norm(x.reshape(-1, x.shape[-1]))
     return _Keeping.apply(normed.detach().clone(), [normed, gate], normed, gate)
 
@@ -103,10 +131,6 @@ def group_normed(self, x):
 
 def _alone(symbol, whole):
     """Return the spec of a hybrid model's layer with one part of a GPT's, or with Mamba-2."""
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
     if symbol == "M":
         from megatron.core.ssm import mamba_mixer
 
@@ -124,12 +148,6 @@ def _alone(symbol, whole):
 
 
 def _with_delta_net(attention_norm):
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from tests.support.mcore import fla_stand_in
-
     fla_stand_in.install(l2norm=normalized, causal_conv1d=convolved, chunk_gated_delta_rule=ruled)
     GatedDeltaNet._apply_gated_norm = _gated
     submodules = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=attention_norm, out_proj=RowParallelLinear)
@@ -138,13 +156,7 @@ def _with_delta_net(attention_norm):
 
 def run(cases):
     """Return for every case its bytes per token by formula and in truth, those of a chunk of any length, and the tensors."""
-    from megatron_epp.mcore import entry
-
     entry.prepare()
-    from megatron.core import parallel_state
-    from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
@@ -152,12 +164,6 @@ def run(cases):
 
 
 def _compared(flags, rope_utils, unfused):
-    from megatron_epp.tools.formulas import CPU
-    from megatron_epp.tools.formulas.analytic import analytic_profile
-    from megatron_epp.tools.formulas.library import shape_of
-    from megatron_epp.tools.formulas.model_shape import RecurrentShape
-    from tests.mcore.test_refusals import arguments
-
     args = arguments(*flags)
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     shape = shape_of({**vars(args), "vocab_size": 128})
@@ -173,28 +179,14 @@ def _compared(flags, rope_utils, unfused):
         rope_utils._apply_rotary_pos_emb_bshd = unfused
     small, large = (sum(size for size, _ in kept) for kept in (few, many))
     return {
-        "flags": flags,
-        "planned": shape.layer_bytes_per_token if planned is None else planned,
-        "attended": shape.attended_bytes_per_token,
-        "measured": (large - small) / 64,
-        "constant": 2 * small - large,
+        "flags": flags, "planned": shape.layer_bytes_per_token if planned is None else planned,
+        "attended": shape.attended_bytes_per_token, "measured": (large - small) / 64, "constant": 2 * small - large,
         "tensors": [f"{size} bytes: {what}" for size, what in many],
-    }
+    }  # fmt: skip
 
 
 def built(args, tokens):
     """Return one layer of Megatron, its config, and rotary angles of the tokens or None."""
-    from pkgutil import resolve_name
-
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    from megatron_epp.mcore.model.kinds import KINDS
-
     config = core_transformer_config_from_args(args)
     latent = args.multi_latent_attention
     spec = get_gpt_layer_local_spec(args.num_experts, False, args.qk_layernorm, latent, normalization=args.normalization)
@@ -223,12 +215,6 @@ def built(args, tokens):
 
 def _kept(args, tokens):
     """Return bytes and description of every storage that autograd keeps of a layer's forward, but for parameters and angles."""
-    from megatron_epp.mcore.model.core_attention import ChunkParams
-    from megatron_epp.plan import Chunk, Segment
-    from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
-    from megatron_epp.runtime.attention.segments import SegmentTable
-    from megatron_epp.runtime.context import ChunkContext
-
     ANGLES.clear()
     layer, config, angles = built(args, tokens)
     pattern = args.hybrid_layer_pattern
@@ -249,3 +235,37 @@ def _kept(args, tokens):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x, attention_mask=None, packed_seq_params=params, **({} if pattern == "-" else {"rotary_pos_emb": angles}))
     return [(memory.nbytes(), f"{dtype} {shape}") for at, (memory, dtype, shape) in found.items() if at not in ANGLES]
+
+
+TOKENS = 512
+
+
+def dispatched(cases):
+    """Return for every case, of sizes and flags, the bytes per token by formula and in truth."""
+    entry.prepare()
+    torch.distributed.init_process_group("gloo")
+    return [_dispatched(sizes, flags) for sizes, flags in cases]
+
+
+def _dispatched(sizes, flags):
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1)
+    args = arguments(*flags, *(f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()))
+    args.params_dtype = torch.bfloat16
+    args.apply_rope_fusion = args.moe_grouped_gemm = False  # both need Transformer Engine
+    mean = torch.tensor(_held(args, TOKENS) / TOKENS)  # of the ranks, which get different numbers of copies
+    parallel_state.destroy_model_parallel()
+    torch.distributed.all_reduce(mean)
+    planned = shape_of({**vars(args), "vocab_size": 128}).dispatched_bytes_per_token
+    return planned, mean.item() / torch.distributed.get_world_size()
+
+
+def _held(args, tokens):
+    """Return the peak bytes of a forward above those that it keeps for its backward."""
+    layer, config, angles = built(args, tokens)
+    own = tokens // args.tensor_model_parallel_size
+    with Allocations() as allocated:
+        x = torch.randn(own, 1, config.hidden_size, dtype=args.params_dtype, requires_grad=True)
+        output, _ = layer(x, attention_mask=None, rotary_pos_emb=angles)
+        torch.distributed.barrier()  # or the group's thread may hold a tensor yet
+        return allocated.peak - (allocated.live - output.nbytes)

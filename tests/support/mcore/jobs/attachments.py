@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+import megatron_epp
+from megatron_epp.losses import NextToken
+from megatron_epp.plan import Recompute
 from tests.support.mcore.jobs.data_parallel import DataParallel
-from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
+from tests.support.mcore.jobs.frameworks import apart, begin, megatrons_schedule, outputs, refusal
 
 LENGTHS = (40, 10, 24)
 OWN_ROTARY = "a class of its own"
@@ -38,26 +41,11 @@ def halved(gradients: Any) -> Any:
 @contextmanager
 def attached(module: Any, kind: str) -> Iterator[None]:
     """Attach something to a module, or assign to it, in the body."""
-    if kind == "forward hook":
-        handle = module.register_forward_hook(lambda module, args, output: changed(output))
-    elif kind == "forward hook in place":
-        handle = module.register_forward_hook(lambda module, args, output: output.mul_(1.3))
-    elif kind == "forward pre-hook":
-        handle = module.register_forward_pre_hook(lambda module, args: (changed(args[0], 64), *args[1:]) if args else None)
-    elif kind == "backward hook":
-        handle = module.register_full_backward_hook(lambda module, of_input, of_output: halved(of_input))
-    elif kind == "backward pre-hook":
-        handle = module.register_full_backward_pre_hook(lambda module, of_output: halved(of_output))
-    elif kind == "parametrization":
-        parametrize.register_parametrization(module, "weight", Halved())  # for good: taking it away makes another weight
-        handle = None
-    else:
-        assert kind == "forward"
-        handle = Assigned(module)
+    handle = ATTACH[kind](module)
     try:
         yield
     finally:
-        if handle is not None:
+        if kind != "parametrization":  # that is for good: taking it away makes another weight
             handle.remove()
 
 
@@ -72,6 +60,17 @@ class Assigned:
         del self._module.forward
         if self._before is not None:
             self._module.forward = self._before
+
+
+ATTACH: dict[str, Callable[[Any], Any]] = {
+    "forward hook": lambda of: of.register_forward_hook(lambda _, args, output: changed(output)),
+    "forward hook in place": lambda of: of.register_forward_hook(lambda _, args, output: output.mul_(1.3)),
+    "forward pre-hook": lambda of: of.register_forward_pre_hook(lambda _, args: args and (changed(args[0], 64), *args[1:])),
+    "backward hook": lambda of: of.register_full_backward_hook(lambda _, of_input, of_output: halved(of_input)),
+    "backward pre-hook": lambda of: of.register_full_backward_pre_hook(lambda _, of_output: halved(of_output)),
+    "parametrization": lambda of: parametrize.register_parametrization(of, "weight", Halved()),
+    "forward": Assigned,
+}
 
 
 def step(data: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -92,9 +91,6 @@ def started(spread: float = 0.2, lengths: tuple[int, ...] = LENGTHS, **settings:
 
 
 def schedule_of(plans: Mapping[str, Any] | None) -> Any:
-    import megatron_epp
-    from megatron_epp.losses import NextToken
-
     return megatron_epp.wrap_samples(loss=NextToken(), **{"slices": 3, "wait_limit_seconds": 60} | dict(plans or {}))
 
 
@@ -102,16 +98,10 @@ def between_calls(
     cases: Mapping[str, Sequence[str]], plans: Mapping[str, Any] | None = None, mode: str | None = None, **settings: Any
 ) -> dict[str, Any]:
     """Attach each kind to its module between two calls of one schedule; return how far gradients in slices are from Megatron's,
-    in one call and in a call for each sample, or what is said.
-
-    Args:
-        cases: kinds by module.
-        plans: settings of `wrap_samples`.
-        mode: in which all layers recompute; None for none.
+    in one call and in a call for each sample, or what is said. All layers recompute in a mode, or none.
     """
     loop, samples = started(**settings)
     from megatron_epp.mcore.model.stage import MegatronStage
-    from megatron_epp.plan import Recompute
 
     modules = dict(loop.models[0].named_modules())
     training, schedule = DataParallel(loop, samples, step), schedule_of(plans)
@@ -197,7 +187,6 @@ def replaced(plans: Mapping[str, Any] | None = None, **settings: Any) -> dict[st
     training, schedule = DataParallel(loop, samples, step), schedule_of(plans)
 
     def functions() -> dict[tuple[str, str], Any]:
-        """Return the functions on the objects of modules, and the modules themselves."""
         return {
             (name, attribute): value
             for name, module in model.named_modules()
@@ -212,11 +201,8 @@ def replaced(plans: Mapping[str, Any] | None = None, **settings: Any) -> dict[st
     before, inside = functions(), set[tuple[str, str]]()
     training.sliced(schedule)
     stays = differing(before)
-    told = {
-        (name, function)
-        for name, module in model.named_modules()
-        for function in getattr(module, replaced.MARK, replaced.NOTHING).functions
-    }
+    marks = {name: getattr(module, replaced.MARK, replaced.NOTHING) for name, module in model.named_modules()}
+    told = {(name, function) for name, mark in marks.items() for function in mark.functions}
     adopted = functions()
     model.output_layer.register_forward_pre_hook(lambda module, args: inside.update(differing(adopted)))
     training.sliced(schedule)
@@ -227,14 +213,10 @@ def replaced(plans: Mapping[str, Any] | None = None, **settings: Any) -> dict[st
 def of_microbatches() -> tuple[float, str]:
     """Return how far microbatches by a plan are from Megatron's with a hook on a layer, and what is said of a `forward`."""
     loop = begin(LENGTHS)
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
-
     schedule, layer = megatron_epp.wrap(), loop.models[0].decoder.layers[1]
     loop.run(schedule)
     with attached(layer, "forward hook"):
-        away = apart(loop.run(schedule)[1], loop.run(get_forward_backward_func())[1])
+        away = apart(loop.run(schedule)[1], loop.run(megatrons_schedule())[1])
     with attached(layer, "forward"):
         return away, refusal(lambda: loop.run(schedule))
 

@@ -10,23 +10,35 @@ import random
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_epp import planner
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
+from megatron_epp.plan import RECOMPUTE_MODES, Action, InfeasibleError, Op
+from megatron_epp.plan.kv_offload import host_peak_bytes, slices_in
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.plan_figures import offload_share
+from megatron_epp.planner import UNLIMITED_BYTES
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.runtime.executor import HANDLERS
 from tests.support.mcore.jobs.common import flags_of, written
 
 CONTEXT, VOCABULARY = 256, 95
-OPTIONS = "--epp-offload --epp-slices 3"
+OPTIONS, SPLIT = "--epp-offload --epp-slices 3", "--epp-split-weight-gradient"
 # By name: processes, model and flags.
 RUNS = {
     "llama": (2, "llama", ""),
     "grouped, with dropout": (2, "grouped", "--hidden-dropout 0.1"),
     "grouped in bf16, ten slices": (2, "grouped", "--bf16 --epp-slices 10"),
-    "weights apart, there and back": (
-        2,
-        "gpt2",
-        "--epp-split-weight-gradient --num-virtual-stages-per-pipeline-rank 2 --epp-placement v",
-    ),
+    "weights apart, there and back": (2, "gpt2", f"{SPLIT} --num-virtual-stages-per-pipeline-rank 2 --epp-placement v"),
 }
 
 
@@ -45,17 +57,9 @@ def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]
 
 def of_batches(executor, batches):
     """An executor that forgets its plan and runs those of random batches."""
-    import numpy as np
-
-    from megatron_epp.data.batch import GlobalBatch
-    from megatron_epp.features.offload.activations import ActivationOffload
-    from megatron_epp.features.offload.copy_handlers import offload_handlers
     from megatron_epp.features.offload.rank_offload import RankOffload
-    from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
     from megatron_epp.mcore.costs.sources import pipeline_costs
     from megatron_epp.mcore.iteration import sliced_run
-    from megatron_epp.plan.lowering import lower
-    from megatron_epp.runtime.executor import HANDLERS
 
     class RandomText:
         def __init__(self, lengths):
@@ -76,9 +80,8 @@ def of_batches(executor, batches):
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
             for name, plan in plans(args, costs, run, batches):
-                batch = GlobalBatch(
-                    indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
-                )
+                indices = tuple(range(len(plan.lengths)))
+                batch = GlobalBatch(indices=indices, lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths))
                 prepared = run.inputs.prepare(batch, lower(plan)[self.rank])
                 others = [p for stage in self.stages.values() for p in stage.parameters]
                 others.append(prepared.inputs.upload.buffer)
@@ -95,38 +98,24 @@ def of_batches(executor, batches):
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(
                     {
-                        "name": name,
-                        "planned": planned,
-                        "measured": saved.peak_bytes,
-                        "left": saved.live_bytes + host.held_bytes,
-                        "planned_host": host_peak_bytes(plan)[self.rank],
-                        "host": host.held_peak_bytes,
-                        "hosted": len(caches),
-                        "share": offload_share(plan),
+                        "name": name, "planned": planned, "measured": saved.peak_bytes,
+                        "left": saved.live_bytes + host.held_bytes, "planned_host": host_peak_bytes(plan)[self.rank],
+                        "host": host.held_peak_bytes, "hosted": len(caches), "share": offload_share(plan),
                         "offloadable": costs.offloadable_share,
                         "recompute": sorted({str(again) for row in plan.recompute for again in row}),
                     }
-                )
+                )  # fmt: skip
             folder = Path(args.epp_report_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(lines))
-
-    from megatron_epp.plan.kv_offload import host_peak_bytes
-    from megatron_epp.plan.plan_figures import offload_share
 
     return OfBatches
 
 
 def plans(args, costs, run, batches):
     """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
-    from megatron_epp import planner
     from megatron_epp.mcore.arguments.layout import token_multiple
     from megatron_epp.mcore.arguments.parser import options_from
-    from megatron_epp.plan import RECOMPUTE_MODES, InfeasibleError
-    from megatron_epp.plan.kv_offload import slices_in
-    from megatron_epp.planner import UNLIMITED_BYTES
-    from megatron_epp.planner.assemble import build_plan
-    from megatron_epp.planner.tables import tabulate
 
     draw = random.Random(8)
     placement = run.placement.rank_of
@@ -148,18 +137,10 @@ def plans(args, costs, run, batches):
                 for stage, count in enumerate(costs.num_layers)
             ]
             copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
-            pairs = [
-                (stage, sequence)
-                for stage in range(len(recompute_steps))
-                for sequence in slices_in(made.chunks, problem.lengths)
-            ]
+            pairs = [*product(range(len(recompute_steps)), slices_in(made.chunks, problem.lengths))]
             kv_offload = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
-            return build_plan(
-                problem,
-                costs,
-                options,
-                replace(made, modes=modes, recompute_steps=recompute_steps, kv_offload=kv_offload, **copies),
-            )
+            changed = replace(made, modes=modes, recompute_steps=recompute_steps, kv_offload=kv_offload, **copies)
+            return build_plan(problem, costs, options, changed)
 
         for mode in RECOMPUTE_MODES:
             yield f"all {mode}", chosen((mode,), False)
@@ -172,8 +153,6 @@ def plans(args, costs, run, batches):
 
 def with_copies(order, most, draw):
     """Copies of some chunks, back behind one of the actions between their forward and their backward."""
-    from megatron_epp.plan import Action, Op
-
     stages = 1 + max(action.stage for row in order for action in row)
     chunks = 1 + max(action.chunk for row in order for action in row)
     shares = [[0.0] * chunks for _ in range(stages)]

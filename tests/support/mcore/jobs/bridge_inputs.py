@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.mcore.absent_packages import stand_ins
-from tests.support.mcore.jobs.frameworks import HIDDEN, begin
+from tests.support.mcore.jobs.frameworks import HIDDEN, begin, causal
 from tests.support.mcore.jobs.inputs import Training, compared
 from tests.support.mcore.jobs.training_steps import of_bridge
 
@@ -21,23 +21,14 @@ LENGTHS = (44, 10, 24, 6, 18, 56)
 
 
 def qwen(language_model: Any) -> Any:
-    """Return Megatron-Bridge's model around a language model of Megatron's."""
     with of_bridge():
         from megatron.bridge.models.qwen_vl.modeling_qwen25_vl import Qwen25VLModel
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
     vision = Qwen2_5_VLVisionConfig(
-        depth=2,
-        hidden_size=16,
-        intermediate_size=24,
-        num_heads=2,
-        out_hidden_size=HIDDEN,
-        patch_size=2,
-        spatial_merge_size=2,
-        temporal_patch_size=2,
-        window_size=8,
-        fullatt_block_indexes=[1],
-    )
+        depth=2, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=HIDDEN, patch_size=2, spatial_merge_size=2,
+        temporal_patch_size=2, window_size=8, fullatt_block_indexes=[1],
+    )  # fmt: skip
     config = language_model.config
     config.vision_config, config.provide_language_model = vision, lambda **_: language_model
     config.share_embeddings_and_output_weights, config._pg_collection, config.return_dict = False, None, True
@@ -79,18 +70,17 @@ def inputs(chunk: Any) -> Tensor:
 def whole_step(data: Any, model: Any) -> tuple[Tensor, Any]:
     sample = next(data)
     tokens, weights = sample["tokens"][None, :-1], sample["trained"][1:].float()
-    length = tokens.shape[1]
-    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
-    pictures = {}
+    mask, pictures = causal(tokens.shape[1]), {}
     if sample["spans"]:
         pixels, grids = zip(*(span["payload"] for span in sample["spans"]), strict=True)
         pictures = {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
     losses = model(input_ids=tokens, attention_mask=mask, position_ids=None, labels=sample["tokens"][None, 1:], **pictures)
-    return losses, lambda output: (
-        (output[0] * weights).sum(),
-        weights.sum().int(),
-        {"loss": (output[0] * weights).sum().detach()},
-    )
+
+    def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total = (output[0] * weights).sum()
+        return total, weights.sum().int(), {"loss": total.detach()}
+
+    return losses, loss_of
 
 
 def pictures(**settings: Any) -> dict[str, Any]:
@@ -99,7 +89,7 @@ def pictures(**settings: Any) -> dict[str, Any]:
     torch.manual_seed(3)
     models = [qwen(model) for model in loop.models]
     training = Training(loop, samples(models[0].get_rope_index), whole_step, models)
-    return compared(training, *training.stepped(), inputs)
+    return compared(training, training.stepped(), inputs)
 
 
 DEEPSTACK = (0, 1)
@@ -146,7 +136,6 @@ def qwen3(language_model: Any) -> Any:
 
 
 def inputs_of_qwen3(chunk: Any) -> tuple[Tensor, list[Tensor]]:
-    """Make the rows of a chunk, and features for as many layers, as the class does."""
     rows = chunk.embedded()
     entering = [rows, *(torch.zeros_like(rows) for _ in DEEPSTACK)]
     if chunk.spans:
@@ -169,4 +158,4 @@ def deepstack(**settings: Any) -> dict[str, Any]:
         return get_rope_index(2, IMAGE, VIDEO, START, tokens, image_grid_thw=grids)
 
     training = Training(loop, samples(positions), whole_step, models)
-    return compared(training, *training.stepped(), inputs_of_qwen3, {"feature_layers": DEEPSTACK})
+    return compared(training, training.stepped(), inputs_of_qwen3, {"feature_layers": DEEPSTACK})

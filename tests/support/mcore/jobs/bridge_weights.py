@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_epp.mcore import entry
+from tests.support.mcore.jobs.frameworks import outputs
 from tests.support.mcore.jobs.training_steps import of_bridge
 
 
 def imported(source: str, target: str) -> None:
-    """Convert a folder of Hugging Face to a checkpoint of Megatron's."""
     dist.init_process_group("gloo")  # by itself the bridge takes NCCL
     with of_bridge():
         from megatron.bridge import AutoBridge
@@ -23,11 +24,7 @@ def imported(source: str, target: str) -> None:
 
 
 def exported(source: str, checkpoint: str, target: str) -> None:
-    """Convert a checkpoint of Megatron's to a folder of Hugging Face.
-
-    Args:
-        source: folder that the checkpoint's model once came from.
-    """
+    """Convert a checkpoint of Megatron's to a folder of Hugging Face; its model once came from the folder `source`."""
     with of_bridge():
         from megatron.bridge import AutoBridge
 
@@ -35,9 +32,6 @@ def exported(source: str, checkpoint: str, target: str) -> None:
 
 
 def logits(flags: Sequence[str], tokens: Sequence[int]) -> list[list[float]]:
-    """Return the logits of tokens, of the model that Megatron's flags describe and that is whole on this rank."""
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import argument_utils, arguments, checkpointing, initialize
@@ -49,19 +43,13 @@ def logits(flags: Sequence[str], tokens: Sequence[int]) -> list[list[float]]:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     models = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
     checkpointing.load_checkpoint(models, None, None)
-    ids = torch.tensor([tokens])
-    length = ids.shape[1]
-    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
     with torch.no_grad():
-        rows = models[0].eval()(ids, torch.arange(length)[None], mask)
+        rows = outputs(models[0].eval(), torch.tensor([tokens]))
     values: list[list[float]] = rows[0].tolist()
     return values
 
 
 def adapters(source: str, data: str, target: str, steps: int, batch: int) -> list[str]:
-    """Run `docs/examples/lora.py`; return its lines."""
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     example = Path(__file__).parents[4] / "docs" / "examples" / "lora.py"
     with of_bridge(), contextlib.redirect_stdout(io.StringIO()) as printed:

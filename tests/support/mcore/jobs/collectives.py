@@ -8,6 +8,12 @@ from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
+import torch.distributed as dist
+from megatron.training import training
+
+from megatron_epp.mcore.iteration import sliced_run
+from megatron_epp.mcore.training import nccl_settings
+from scripts.parity.cells import OPTIMIZERS, PLANS, Case, Cell
 from tests.support.mcore.jobs.common import flags_of, written
 
 NAMES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier"
@@ -15,14 +21,10 @@ NAMES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to
 
 def run(folder):
     common = flags_of(folder, 2, 64, 4)
-    from scripts.parity.cells import OPTIMIZERS, PLANS, Case, Cell
-
     note_collectives()
     trainings = {}
-    for name, cell, optimizer in (
-        ("layers shared", Cell(tp=2, sp=True, pp=2), "plain"),
-        ("experts shared", Cell(pp=2, dp=2, ep=2, experts=4), "distributed"),
-    ):
+    layers, experts = Cell(tp=2, sp=True, pp=2), Cell(pp=2, dp=2, ep=2, experts=4)
+    for name, cell, optimizer in (("layers shared", layers, "plain"), ("experts shared", experts, "distributed")):
         case = Case(cell, "gpt2", PLANS["sliced"], OPTIMIZERS[optimizer])
         trainings[name] = cell.num_processes, case.elastic_flags(common)
     return written(trainings, folder)
@@ -33,12 +35,6 @@ def note_collectives():
 
     torch is as it was between steps: the functions of a script are looked at before the first, with what they use of torch.
     """
-    import torch.distributed as dist
-    from megatron.training import training
-
-    from megatron_epp.mcore.iteration import sliced_run
-    from megatron_epp.mcore.training import nccl_settings
-
     step = training.train_step
     by_folder = defaultdict(list)  # a process trains several times
 

@@ -45,14 +45,7 @@ def written(trainings: Mapping[str, tuple[int, Sequence[str]]], folder: Path) ->
     from scripts.parity.worlds import Training, train_all
 
     places = {name: folder / name for name in trainings}
-    runs = {
-        name: Training(processes, (*flags, "--epp-report-dir", str(places[name])))
-        for name, (processes, flags) in trainings.items()
-    }
+    runs = {name: Training(n, (*flags, "--epp-report-dir", str(places[name]))) for name, (n, flags) in trainings.items()}
     done = train_all(runs.values(), Path(tempfile.mkdtemp(dir=folder)), LIMIT_S)
-    return {
-        name: {"error": done[run]}
-        if isinstance(done[run], str)
-        else [json.loads(path.read_text()) for path in sorted(places[name].glob("rank*.json"))]
-        for name, run in runs.items()
-    }
+    wrote = {name: [json.loads(path.read_text()) for path in sorted(places[name].glob("rank*.json"))] for name in runs}
+    return {name: {"error": done[run]} if isinstance(done[run], str) else wrote[name] for name, run in runs.items()}

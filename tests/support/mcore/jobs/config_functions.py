@@ -4,11 +4,13 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
 from tests.support.mcore.jobs.frameworks import Batch, Loop, Schedule, apart, begin, forward_step
 
 Events = list[list[Any]]
@@ -23,8 +25,6 @@ def honoured(stages: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
     loop = begin(lengths, stages)
     without_training()
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     config = loop.models[0].config
     schedules = {"stock": get_forward_backward_func(), "planned": megatron_epp.wrap(split_weight_gradient=False)}
@@ -153,19 +153,15 @@ def per_token(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor]
 
 
 def autocast(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:
-    """Note the autocast on a GPU that Megatron asks for."""
-    real, seen = torch.autocast, []
+    seen: Events = []
 
     def noted(device: str, **named: Any) -> contextlib.nullcontext[None]:
         seen.append([device, str(named["dtype"])])
         return contextlib.nullcontext()
 
-    torch.autocast = noted  # type: ignore[assignment, misc]
-    try:
-        config.enable_autocast, config.autocast_dtype = True, torch.bfloat16
+    config.enable_autocast, config.autocast_dtype = True, torch.bfloat16
+    with mock.patch.object(torch, "autocast", noted):
         return loop.run(schedule)[1], seen
-    finally:
-        torch.autocast = real  # type: ignore[misc]
 
 
 def forward_only(schedule: Schedule, loop: Loop, config: Any) -> tuple[list[Tensor], Events]:

@@ -6,30 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.mcore.jobs.frameworks import Loop
+from tests.support.mcore.jobs.frameworks import Loop, megatrons_schedule
 
 
 class DataParallel:
-    """The chunks of a model with their gradients reduced over replicas, and the samples of this replica.
-
-    Args:
-        samples: of all replicas.
-        step: forward step of a whole sample; None where none is run.
-        models: in the place of the loop's.
-        overlaps: gradients are reduced while others are computed.
-        distributed: every replica has a part of the optimizer.
+    """The chunks of a model, or of others in the place of the loop's, with their gradients reduced over replicas (`overlaps`:
+    while others are computed), and the samples of this replica. A forward step of a whole sample is given where one is run.
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        samples: Sequence[dict[str, Any]],
-        step: Callable[..., Any] | None = None,
-        models: Sequence[Any] | None = None,
-        *,
-        overlaps: bool = False,
-        distributed: bool = False,
-    ) -> None:
+        self, loop: Loop, samples: Sequence[dict[str, Any]], step: Callable[..., Any] | None = None,
+        models: Sequence[Any] | None = None, *, overlaps: bool = False, distributed: bool = False,
+    ) -> None:  # fmt: skip
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
@@ -75,10 +63,8 @@ class DataParallel:
 
     def whole(self) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Return the gradients of this replica's samples by Megatron's schedule, and what the loss functions returned."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         self.zero()
-        results = self._loop.call(get_forward_backward_func())
+        results = self._loop.call(megatrons_schedule())
         return self.gradients(), results
 
     def sliced(self, schedule: Any, samples: Sequence[dict[str, Any]] | None = None, **named: Any) -> tuple[list[Tensor], Any]:

@@ -19,8 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
+from megatron_epp.cost.blocks import LAYER
+from megatron_epp.cost.kept import RECORDED, WARM_UP
+from megatron_epp.cost.work import LinearTime
+from megatron_epp.features.slow_stages.stage_watch import ITERATIONS
+from megatron_epp.mcore import entry
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.autograd.saved import SavedTensors
+
 UNEVEN = (24, 8, 32, 16, 8, 32)
-"""Lengths of microbatches."""
 EVEN = (24,) * 6
 """For several stages per rank: of uneven ones stock's interleaved schedule mixes up the messages over gloo."""
 HIDDEN = 16
@@ -30,14 +38,7 @@ Schedule = Callable[..., Any]
 
 @dataclass
 class Loop:
-    """A framework on one rank.
-
-    Attributes:
-        models: chunks of its model.
-        lengths: of its microbatches.
-        batches: makes an iterator over these.
-        forward_step: as Megatron's schedules call it.
-    """
+    """A framework on one rank: chunks of its model, its microbatches, and its forward step."""
 
     models: list[Any]
     lengths: tuple[int, ...]
@@ -49,11 +50,9 @@ class Loop:
         arguments = {
             "forward_step_func": self.forward_step,
             "data_iterator": [self.batches() for _ in self.models] if several else self.batches(),
-            "model": self.models if several else self.models[0],
-            "num_microbatches": len(self.lengths),
-            "seq_length": 1,
+            "model": self.models if several else self.models[0], "num_microbatches": len(self.lengths), "seq_length": 1,
             "micro_batch_size": 1,
-        }
+        }  # fmt: skip
         return schedule(**arguments | changes)
 
     def run(self, schedule: Schedule, **changes: Any) -> tuple[Any, list[Tensor]]:
@@ -64,15 +63,24 @@ class Loop:
         return results, [p.grad.clone() for model in self.models for p in model.parameters() if p.grad is not None]
 
 
+def causal(length: int) -> Tensor:
+    """Return a mask of tokens that may not be seen, as Megatron's attention in torch takes it."""
+    return torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+
+
 def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """Return the largest norm of a difference over the norm of what is wanted; 0 without any tensor, as of a frozen stage."""
     pairs = zip(found, wanted, strict=True)
     return max((float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)) for ours, theirs in pairs), default=0.0)
 
 
-def refusal(call: Callable[[], object]) -> str:
-    from megatron_epp.plan import EppError
+def megatrons_schedule() -> Schedule:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    return get_forward_backward_func()  # type: ignore[no-any-return]
+
+
+def refusal(call: Callable[[], object]) -> str:
     try:
         call()
     except EppError as error:
@@ -81,27 +89,16 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def begin(
-    lengths: Sequence[int],
-    stages: int | None = None,
-    *,
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
-    replicas: int = 1,
-    expert_parallel: int = 1,
-    inside: str | None = None,
-    **settings: Any,
-) -> Loop:
+    lengths: Sequence[int], stages: int | None = None, *, tensor_parallel: int = 1, context_parallel: int = 1,
+    replicas: int = 1, expert_parallel: int = 1, inside: str | None = None, **settings: Any,
+) -> Loop:  # fmt: skip
     """Prepare Megatron on this rank, and return its loop.
 
     Args:
         stages: of the pipeline; None for one per rank.
-        tensor_parallel: ranks that share a stage's layers.
         context_parallel: ranks that share a chunk's tokens, which plans know; Megatron's own attention in torch does not.
-        expert_parallel: ranks that share the experts of a layer.
         inside: attribute of another model that holds the model; None for no other.
     """
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
@@ -110,12 +107,10 @@ def begin(
     ranks = dist.get_world_size() // tensor_parallel // replicas // context_parallel
     stages = stages or ranks
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel,
-        context_parallel_size=context_parallel,
-        pipeline_model_parallel_size=ranks,
+        tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel, pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=stages // ranks if ranks < stages else None,
         expert_model_parallel_size=expert_parallel,
-    )
+    )  # fmt: skip
     model_parallel_cuda_manual_seed(1)
     models = [within(inside, model) for model in build(stages, ranks < stages, **settings)]
     for model in models:
@@ -124,19 +119,9 @@ def begin(
 
 
 def build(
-    stages: int,
-    virtual: bool,
-    num_experts: int | None = None,
-    positions: str = "learned_absolute",
-    pattern: str = "",
+    stages: int, virtual: bool, num_experts: int | None = None, positions: str = "learned_absolute", pattern: str = "",
     **settings: Any,
-) -> list[Any]:
-    """Return this rank's model chunks.
-
-    Args:
-        positions: type of position embeddings.
-        pattern: of a hybrid model's layers and stages, with Mamba-2 among them.
-    """
+) -> list[Any]:  # fmt: skip
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -155,25 +140,16 @@ def build(
 
         deep_ep_stand_in.install()
     world, rank = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
+    # Megatron asks for this dispatcher even without experts.
+    settings = {"moe_token_dispatcher_type": "alltoall"} | settings
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
-        num_layers=4,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=world,
+        num_layers=4, hidden_size=HIDDEN, num_attention_heads=2, pipeline_model_parallel_size=world,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        virtual_pipeline_model_parallel_size=stages // world if virtual else None,
-        pipeline_dtype=torch.float32,
-        variable_seq_lengths=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        deallocate_pipeline_outputs=not virtual,
-        num_moe_experts=num_experts,
-        attention_backend=AttnBackend.unfused if has_engine else AttnBackend.auto,
-        # Megatron asks for this dispatcher even without experts.
-        **{"moe_token_dispatcher_type": "alltoall"} | settings,
-    )
+        virtual_pipeline_model_parallel_size=stages // world if virtual else None, deallocate_pipeline_outputs=not virtual,
+        pipeline_dtype=torch.float32, variable_seq_lengths=True, hidden_dropout=0.0, attention_dropout=0.0,
+        bias_dropout_fusion=False, masked_softmax_fusion=False, num_moe_experts=num_experts,
+        attention_backend=AttnBackend.unfused if has_engine else AttnBackend.auto, **settings,
+    )  # fmt: skip
     config.batch_p2p_comm = False
     spec = layer(num_experts=num_experts, multi_latent_attention=is_latent)
     if config.experimental_attention_variant is not None:
@@ -192,15 +168,9 @@ def build(
     for number in range(stages // world):
         stage = number * world + rank
         model = of_model(
-            config,
-            spec,
-            vocab_size=64,
-            max_sequence_length=64,
-            position_embedding_type=positions,
-            pre_process=stage == 0,
-            post_process=stage == stages - 1,
-            vp_stage=number if virtual else None,
-        )
+            config, spec, vocab_size=64, max_sequence_length=64, position_embedding_type=positions, pre_process=stage == 0,
+            post_process=stage == stages - 1, vp_stage=number if virtual else None,
+        )  # fmt: skip
         model.vp_stage = number if virtual else None
         chunks.append(model)
     return chunks
@@ -254,8 +224,7 @@ def batches(lengths: Sequence[int], seed: int = 5, pixels: int = 0) -> Iterator[
 
 def outputs(model: Any, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
     length = tokens.shape[1]
-    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
-    return model(tokens, torch.arange(length)[None], mask, labels=labels)
+    return model(tokens, torch.arange(length)[None], causal(length), labels=labels)
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -278,8 +247,6 @@ RUNS = 6
 def frozen_later(lengths: Sequence[int]) -> dict[str, Any]:
     """Freeze the layers of the last stage after a call, and free those of the first, which were frozen, after another."""
     loop = begin(lengths)
-    import megatron_epp
-
     (model,), rank = loop.models, dist.get_rank()
     if rank == 0:
         model.requires_grad_(False)
@@ -295,22 +262,13 @@ def frozen_later(lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def compared(
-    stages: int,
-    lengths: Sequence[int],
-    *,
-    settings: Mapping[str, Any] | None = None,
-    inside: str | None = None,
-    pixels: int = 0,
-    host_link: Sequence[float] | None = None,
-    us_per_token: Mapping[str, float] | None = None,
-    part: str | None = None,
-    recomputes: bool = False,
-) -> dict[str, Any]:
-    """Run microbatches once by stock, then several times by plans, and evaluate with both.
+    stages: int, lengths: Sequence[int], *, settings: Mapping[str, Any] | None = None, inside: str | None = None,
+    pixels: int = 0, host_link: Sequence[float] | None = None, us_per_token: Mapping[str, float] | None = None,
+    part: str | None = None, recomputes: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Run microbatches once by stock, then several times by plans with settings of `wrap`, and evaluate with both.
 
     Args:
-        settings: of `wrap`.
-        inside: as of `begin`.
         pixels: bytes of a microbatch beside its tokens.
         host_link: latency in us and us per byte of copies to the host: this machine's are too slow for such tiny layers.
         us_per_token: times of a layer in place of those that are learnt.
@@ -324,12 +282,7 @@ def compared(
         for model in loop.models:
             freeze(model, part)
     loop.batches = partial(loop.batches, pixels=pixels)
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
-    from megatron_epp.runtime.autograd.saved import SavedTensors
-
-    schedule = get_forward_backward_func()
+    schedule = megatrons_schedule()
     stock = loop.run(schedule)
     if recomputes:
         config = loop.models[0].config
@@ -356,16 +309,12 @@ def compared(
 
 
 def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
-    """Run microbatches by a framework that knows nothing of plans, before they are installed, meanwhile, and afterwards.
-
-    Args:
-        stages, lengths: as of `begin`.
-        name: of Megatron's schedule, which the framework has imported by its name, too.
+    """Run microbatches by a framework that knows nothing of plans, before they are installed, meanwhile, and afterwards. It has
+    imported Megatron's schedule by its name, too.
     """
     loop = begin(lengths, stages)
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
-    import megatron_epp
     from megatron_epp.mcore.iteration.wrap import uninstall
 
     sys.modules["framework"] = framework = ModuleType("framework")
@@ -379,28 +328,21 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
     afterwards = loop.run(get_forward_backward_func())
     return {
         "worst": max(apart(gradients, stock[1]) for _, gradients in (*runs, afterwards)),
-        "results": [results for results, _ in runs] + [afterwards[0]],
-        "stock": stock[0],
-        "learnt": learnt,
-        "twice": twice,
+        "results": [results for results, _ in runs] + [afterwards[0]], "stock": stock[0], "learnt": learnt, "twice": twice,
         "is_stock": framework.run is original is getattr(schedules, name),
-    }
+    }  # fmt: skip
 
 
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
     """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
-    from megatron_epp.cost.blocks import LAYER
-    from megatron_epp.cost.work import LinearTime
     from megatron_epp.features.learnt_costs import learn_costs
 
     learn, lines = learn_costs.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
 
     def fixed(*rest: Any, **named: Any) -> Any:
         costs = learn(*rest, **named)
-        return replace(
-            costs,
-            stages=tuple(stage.changed(**dict.fromkeys(lines, LinearTime())).changed(LAYER, **lines) for stage in costs.stages),
-        )
+        no_times = dict.fromkeys(lines, LinearTime())
+        return replace(costs, stages=tuple(own.changed(**no_times).changed(LAYER, **lines) for own in costs.stages))
 
     learn_costs.fitted_costs = fixed
 
@@ -431,9 +373,6 @@ def learnt() -> dict[str, Any]:
     the state of another machine; and what the first says to a state that comes too late.
     """
     loop = begin(UNEVEN)
-    import megatron_epp
-    from megatron_epp.cost.kept import RECORDED, WARM_UP
-
     found: list[dict[str, Any]] = []
 
     def after(calls: int, loaded: Mapping[str, Any] | None = None) -> Any:
@@ -459,10 +398,6 @@ SLEEP_S = 0.05
 
 def slow() -> None:
     loop = begin(UNEVEN[:4])
-    import megatron_epp
-    from megatron_epp.cost.kept import RECORDED, WARM_UP
-    from megatron_epp.features.slow_stages.stage_watch import ITERATIONS
-
     schedule = megatron_epp.wrap()
 
     def sleeping(data_iterator: Iterator[Batch], model: Any) -> Any:
@@ -480,12 +415,8 @@ def wrong(case: str) -> None:
 
     Prints `stepped` where the schedule returns, and whether weights have changed.
     """
-    from megatron_epp.mcore import entry
-
     with entry.errors_in_one_line():
         loop = begin(UNEVEN, tensor_parallel=2 if case.startswith("tensor parallel") else 1)
-        import megatron_epp
-
         planned = megatron_epp.wrap(**({"shape_of": too_long} if case == "other lengths" else {}))
         if "differ" in case:
             loop.batches = partial(longer_on_rank_1, loop.batches)
@@ -533,9 +464,6 @@ def wrong_step(case: str) -> Callable[..., Any]:
     return step
 
 
-CALLS = 2
-
-
 def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
     """Reduce gradients of training steps of two calls after both: on two replicas, on four ranks.
 
@@ -547,9 +475,6 @@ def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
     loop = begin(UNEVEN, 2, replicas=2)
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     replica, count = parallel_state.get_data_parallel_rank(), len(UNEVEN)
     loop.batches = partial(batches, UNEVEN, seed=5 + replica)
@@ -560,14 +485,14 @@ def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
         model = DistributedDataParallel(bare.config, settings, bare)
         loop.models = [model]
         of_each = []
-        for schedule in (get_forward_backward_func(), megatron_epp.wrap()):
+        for schedule in (megatrons_schedule(), megatron_epp.wrap()):
             for _ in range(2):  # of the first batch, Megatron's hooks only count
                 of_each.append(stepped(loop, schedule, finalize_model_grads, replica))
         figures = {"rank": dist.get_rank(), "overlap": overlap, "distributed": distributed}
         found.append(figures | {"worst": apart([of_each[3]], [of_each[1]])})
         alone, schedule = [], megatron_epp.wrap()
         counts = [0 if replica == number else count for number in range(2)]
-        stock = [stepped(loop, get_forward_backward_func(), finalize_model_grads, replica, 1, own) for own in counts]
+        stock = [stepped(loop, megatrons_schedule(), finalize_model_grads, replica, 1, own) for own in counts]
         for number in range(RUNS):  # while costs are learnt and after
             own = counts[number % 2]
             model.zero_grad_buffer()
@@ -580,9 +505,7 @@ def split_step(ways: Sequence[tuple[bool, bool]]) -> list[dict[str, Any]]:
     return found
 
 
-def stepped(
-    loop: Loop, schedule: Schedule, finalize: Callable[..., Any], replica: int, calls: int = CALLS, count: int = len(UNEVEN)
-) -> Tensor:
+def stepped(loop: Loop, schedule: Schedule, finalize: Any, replica: int, calls: int = 2, count: int = len(UNEVEN)) -> Tensor:
     """Return the gradients that this rank's optimizer would use after a training step: all, or the shard it owns."""
     (model,) = loop.models
     model.zero_grad_buffer()

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
 from tests.support.mcore.jobs.data_parallel import DataParallel
-from tests.support.mcore.jobs.frameworks import HIDDEN, apart, begin, refusal
+from tests.support.mcore.jobs.frameworks import HIDDEN, apart, begin, causal, refusal
 
 SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
 PICTURES = {0: ((3, 3, 4), (17, 2, 3), (30, 5, 2)), 2: ((0, 4, 4),), 3: ((2, 1, 2),), 5: ((8, 4, 6), (32, 2, 2), (36, 3, 4))}
@@ -74,8 +75,7 @@ class VisionLanguage(torch.nn.Module):
             rows, *features = entering
             for layer, more in zip(self.language_model.decoder.layers, features, strict=False):
                 hooks.append(layer.register_forward_hook(lambda _, args, output, more=more: (output[0] + more, output[1])))
-        length = tokens.shape[1]
-        mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+        mask = causal(tokens.shape[1])
         output = self.language_model(tokens, positions, mask, decoder_input=rows, labels=labels)
         for hook in hooks:
             hook.remove()
@@ -158,24 +158,15 @@ class Training(DataParallel):
         return start, results, self.weights()
 
 
-def compared(
-    training: Training,
-    start: list[Tensor],
-    expected: list[tuple[list[Tensor], float]],
-    after: list[Tensor],
-    inputs: Any,
-    plans: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return how far steps in slices are from `Training.stepped`, whose results are given.
+Steps = tuple[list[Tensor], list[tuple[list[Tensor], float]], list[Tensor]]
+"""Weights before steps by Megatron's schedule, gradients and losses of each, and weights after them."""
 
-    Args:
-        inputs: function that makes input rows.
-        plans: more settings of `wrap_samples`.
-    """
+
+def compared(training: Training, steps: Steps, inputs: Any, plans: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return how far steps in slices, with a function that makes input rows, are from results of `Training.stepped`."""
     from megatron.core import parallel_state
 
-    import megatron_epp
-
+    start, expected, after = steps
     training.load(start)
     schedule = megatron_epp.wrap_samples(inputs=inputs, **SETTINGS | dict(plans or {}))
     evaluated = schedule(model=training.chunks, samples=training.samples, forward_only=True)
@@ -191,49 +182,33 @@ def compared(
     schedule.close()
     encoders = [w for chunk in training.chunks for name, w in chunk.named_parameters() if "language_model" not in name]
     return {
-        "worst": worst,
-        "weights": apart(training.weights(), after),
+        "worst": worst, "weights": apart(training.weights(), after),
         "losses": [report.means["next token"] * report.divisor for report in reports],
-        "evaluated": evaluated.means["next token"] * evaluated.divisor,
-        "expected": [loss for _, loss in expected],
-        "replica": parallel_state.get_data_parallel_rank(),
-        "chunks": reports[0].num_chunks,
+        "evaluated": evaluated.means["next token"] * evaluated.divisor, "expected": [loss for _, loss in expected],
+        "replica": parallel_state.get_data_parallel_rank(), "chunks": reports[0].num_chunks,
         "trained encoder": sum(float(weight.main_grad.norm()) for weight in encoders if weight.requires_grad),
-    }
+    }  # fmt: skip
 
 
-def _read(folder: Path, stages: Iterable[int]) -> tuple[list[Tensor], list[tuple[list[Tensor], float]], list[Tensor]]:
+def _read(folder: Path, stages: Iterable[int]) -> Steps:
     """Return what `Training.stepped` returned on ranks of one stage each, for a rank with several stages."""
     starts, results, afters = zip(*(torch.load(Path(folder, f"{stage}.pt")) for stage in stages), strict=True)
-    steps = [
-        ([gradient for gradients, _ in of_stages for gradient in gradients], sum(loss for _, loss in of_stages))
-        for of_stages in zip(*results, strict=True)
-    ]
+    pairs = (zip(*of_stages, strict=True) for of_stages in zip(*results, strict=True))
+    steps = [([*chain(*gradients)], sum(losses)) for gradients, losses in pairs]
     return [*chain(*starts)], steps, [*chain(*afters)]
 
 
 def pictures(
-    replicas: int = 1,
-    stages: int | None = None,
-    frozen: str = "",
-    plans: Mapping[str, Any] | None = None,
-    axes: int = 1,
-    feature_layers: int = 0,
-    overlaps: bool = False,
-    written: Path | None = None,
-    read: Path | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
+    replicas: int = 1, stages: int | None = None, frozen: str = "", plans: Mapping[str, Any] | None = None, axes: int = 1,
+    feature_layers: int = 0, overlaps: bool = False, written: Path | None = None, read: Path | None = None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Return how far trainings in slices are from one by Megatron's schedule.
 
     Args:
         frozen: part of the names of parameters that do not train.
-        plans: more settings of `wrap_samples`.
         axes: of positions; 3 for M-RoPE.
         feature_layers: layers behind which features of the tower are added, from the first.
-        overlaps: gradients are reduced while others are computed.
-        written: folder for what Megatron's schedule does, for a job with ranks that it does not know.
-        read: folder from which that is read.
+        written, read: folder for what Megatron's schedule does, for a job with ranks that it does not know, which reads it.
     """
     if axes > 1:
         settings |= {"positions": "mrope", "mrope_section": [2, 1, 1]}
@@ -247,17 +222,15 @@ def pictures(
     training = Training(loop, samples(axes), whole_step, models, overlaps=overlaps)
     plans = dict(plans or {}) | {"feature_layers": tuple(range(feature_layers))}
     rank, ranks = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
-    start, expected, after = training.stepped() if read is None else _read(read, range(rank, stages or ranks, ranks))
+    steps = training.stepped() if read is None else _read(read, range(rank, stages or ranks, ranks))
     if written is not None:
-        torch.save((start, expected, after), Path(written, f"{rank}.pt"))
-    return compared(training, start, expected, after, inputs, plans)
+        torch.save(steps, Path(written, f"{rank}.pt"))
+    return compared(training, steps, inputs, plans)
 
 
 def refusals() -> dict[str, str]:
     """Return what is said of samples and functions that cannot be honoured, and whether right ones train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-    import megatron_epp
-
     model, said, right = VisionLanguage(loop.models[0]), {}, samples()
 
     def told(name: str, batch: Any = right, **settings: Any) -> None:

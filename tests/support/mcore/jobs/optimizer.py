@@ -6,24 +6,21 @@ Figures: name, rank, planned and real bytes of this rank.
 import os
 import shlex
 
+from megatron_epp.mcore import entry
 from tests.support.mcore.figures import record_figures
 from tests.support.mcore.memory_cases import COMMON, LLAMA
 
 SETTINGS = {
     "adam, shared by replicas": "--bf16 --use-distributed-optimizer",
     "adam, shared by context-parallel ranks": "--bf16 --use-distributed-optimizer --context-parallel-size 2",
-    "adam in fp32, shared": "--use-distributed-optimizer",
-    "adam, whole": "--bf16",
-    "adam, whole, gradients in bf16": "--bf16 --grad-reduce-in-bf16",
-    "sgd": "--bf16 --optimizer sgd",
+    "adam in fp32, shared": "--use-distributed-optimizer", "adam, whole": "--bf16",
+    "adam, whole, gradients in bf16": "--bf16 --grad-reduce-in-bf16", "sgd": "--bf16 --optimizer sgd",
     "adam, experts with few holders": "--bf16 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 "
     "--moe-token-dispatcher-type alltoall",
-}
-"""Flags by a name."""
+}  # fmt: skip
 
 
 def run(documents, names):
-    from megatron_epp.mcore import entry
     from scripts.parity.planner import share_planner
     from scripts.parity.runs import train
 
@@ -63,11 +60,8 @@ def real(models, optimizer):
         for tensor in tensors_of(one.optimizer):
             if tensor.numel() > 1 and (place := tensor.untyped_storage().data_ptr()) not in theirs:
                 found[place, tensor.storage_offset()] = tensor.nbytes
-    return {
-        "weights": sum(weight.nbytes for weight in weights),
-        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
-        "optimizer": sum(found.values()),
-    }
+    of_gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+    return {"weights": sum(weight.nbytes for weight in weights), "gradients": of_gradients, "optimizer": sum(found.values())}
 
 
 def tensors_of(optimizer):

@@ -48,10 +48,9 @@ def run(folder: Path) -> None:
         "looped": train(*LOOPED, SHARDED, "looped", load="four ranks", done=3),
         "alone": train(ALONE, "", SHARDED, "alone", load="looped", done=4),
     }
-    report: dict[str, Any] = {
-        name: {"losses": next(run.losses for run in runs if run.losses), "apart": apart(whole[0], runs)}
-        for name, runs in parts.items()
-    }
+    report: dict[str, Any] = {}
+    for name, runs in parts.items():
+        report[name] = {"losses": next(run.losses for run in runs if run.losses), "apart": apart(whole[0], runs)}
     report["gathers"] = len(gathers.read_text())
     report["reductions"] = [[int(number) for number in line.split()] for line in reductions.read_text().splitlines()]
     (folder / "report.json").write_text(json.dumps(report))
@@ -85,7 +84,6 @@ def record_calls(gathers: Path, reductions: Path) -> None:
 
 
 def apart(whole: Run, runs: list[Run]) -> float:
-    """The largest difference of any tensor, over its norm."""
     assert {name for run in runs for name in run.final} == whole.final.keys()
     found = [(whole.final[name], tensor) for run in runs for name, tensor in run.final.items()]
     return max(float((tensor - wanted).norm() / wanted.norm()) for wanted, tensor in found)

@@ -8,14 +8,12 @@ import psutil
 
 from megatron_epp.mcore import entry
 from scripts.parity.runs import train
+from tests.support.mcore.launch import CHOOSING
 
 ITERATIONS = 6
-FLAGS = shlex.split(
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 192 --max-position-embeddings 192 --hidden-dropout 0 "
-    "--attention-dropout 0 --transformer-impl local --micro-batch-size 1 --global-batch-size 6 --lr 1e-3 "
-    f"--lr-decay-style constant --train-iters {ITERATIONS} --tokenizer-type NullTokenizer --vocab-size 255 --split 75,25,0 "
-    "--eval-iters 1 --eval-interval 2 --log-interval 1 --calculate-per-token-loss --epp --epp-trace 3 "
-    "--pipeline-model-parallel-size 2"
+FLAGS = CHOOSING + shlex.split(
+    f"--seq-length 192 --max-position-embeddings 192 --global-batch-size 6 --train-iters {ITERATIONS} --vocab-size 255 "
+    "--split 75,25,0 --eval-iters 1 --eval-interval 2 --epp-trace 3 --pipeline-model-parallel-size 2"
 )
 
 

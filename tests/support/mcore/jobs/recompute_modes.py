@@ -12,8 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatron_epp.features.offload.activations import ActivationOffload
+from megatron_epp.features.offload.copy_handlers import offload_handlers
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
 from megatron_epp.plan import Copy, KVOffload, Op, Recompute
 from megatron_epp.plan.kv_offload import slices_of
+from megatron_epp.runtime.attention import core as attention
+from megatron_epp.runtime.executor import HANDLERS
+from megatron_epp.runtime.lowered import prepare
 from tests.support.mcore.jobs.common import flags_of, written
 
 RECOMPUTE_MODES = {
@@ -22,11 +31,9 @@ RECOMPUTE_MODES = {
 }  # fmt: skip
 """By name; more layers than there are stand for all."""
 OFFLOADS = {
-    "0.3 away": (Recompute(), 0.3),
-    "1.0 away": (Recompute(), 1.0),
-    "0.6 of linear away": (Recompute(selective=8), 0.6),
+    "0.3 away": (Recompute(), 0.3), "1.0 away": (Recompute(), 1.0), "0.6 of linear away": (Recompute(selective=8), 0.6),
     "0.6 of each away": (Recompute(1, 1, 1), 0.6),
-}
+}  # fmt: skip
 """By name: recompute, and the share of what every chunk then keeps that is copied away."""
 KV_OFFLOAD = {
     "hosted": (Recompute(), 0.0),
@@ -36,10 +43,8 @@ KV_OFFLOAD = {
 """Decisions with KV offload of slices besides; where the share is 0, nothing is copied."""
 LOCAL = "--epp-slices 3"
 HYBRID = "--hybrid-layer-pattern *-*-*-*- --spec tests.support.mcore.local_hybrid stack_spec"
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--moe-z-loss-coeff 1e-3 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
-)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+EXPERTS += "--moe-z-loss-coeff 1e-3 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
 SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 # By name: pipeline stages, processes, model and flags.
@@ -73,18 +78,11 @@ def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
 
 def by_levels(executor):
     """An executor that runs a plan without recompute, then with every level, and compares gradients."""
-    import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from megatron_epp.features.offload.activations import ActivationOffload
-    from megatron_epp.features.offload.copy_handlers import offload_handlers
-    from megatron_epp.features.offload.host import HostMemory
-    from megatron_epp.features.split_weights.deferred_gradients import handlers as weight_handlers
     from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
-    from megatron_epp.runtime.executor import HANDLERS
-    from megatron_epp.runtime.lowered import prepare
 
     calls = counted_calls()
 
@@ -133,17 +131,12 @@ def by_levels(executor):
                 close = {key: torch.allclose(one, first[key], rtol=1e-6, atol=0.0) for key, one in counted.items()}
                 miscounted[name] = [key for key, is_close in close.items() if not is_close]
             facts = {
-                "hooks": [len(stage.decoder._forward_pre_hooks) for stage in self.stages.values()],
-                "differ": differ,
-                "miscounted": miscounted,
-                "counted": sum(bool(one.any()) for one in first.values()),
-                "kernels": kernels,
-                "peaks": peaks,
-                "away": away,
-                "num_gradients": len(plain),
+                "hooks": [len(stage.decoder._forward_pre_hooks) for stage in self.stages.values()], "differ": differ,
+                "miscounted": miscounted, "counted": sum(bool(one.any()) for one in first.values()), "kernels": kernels,
+                "peaks": peaks, "away": away, "num_gradients": len(plain),
                 "zeros": [key for key, grad in plain.items() if not grad.any()],
                 "slices": any(chunk.slice_of(self.plan.lengths) is not None for chunk in self.plan.chunks),
-            }
+            }  # fmt: skip
             folder = Path(sliced_run.current().args.epp_report_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))
@@ -152,9 +145,6 @@ def by_levels(executor):
 
 
 def counted_calls():
-    """A list that grows by one with every call of attention's kernel."""
-    from megatron_epp.runtime.attention import core as attention
-
     calls: list[int] = []
     choose = attention.kernels.choose
 
@@ -167,7 +157,6 @@ def counted_calls():
 
 
 def variants_of(plan):
-    """The plan without recompute, and with all else, by name."""
     variants = {name: with_levels(plan, recompute) for name, recompute in ({"": Recompute()} | RECOMPUTE_MODES).items()}
     variants |= {name: with_copies(with_levels(plan, again), share) for name, (again, share) in OFFLOADS.items()}
     for name, (again, share) in KV_OFFLOAD.items():

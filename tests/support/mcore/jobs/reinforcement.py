@@ -14,10 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.mcore.jobs.frameworks import RUNS, Batch, apart, batches, begin, outputs, with_fixed_times
+import megatron_epp
+from tests.support.mcore.jobs import frameworks
+from tests.support.mcore.jobs.frameworks import RUNS, apart, batches, begin, megatrons_schedule, outputs
 
 UNLIKE = ((24, 8, 32, 16, 12, 36), (8, 40, 16, 20, 24, 12))
 """Lengths of the microbatches of two replicas that share experts."""
+
+
+def _noting(data: Iterator[Any], ran: list[int]) -> Iterator[Any]:
+    for item in data:
+        ran.append((item["tokens"] if isinstance(item, dict) else item.tokens).shape[1])
+        yield item
 
 
 def shared_experts() -> list[dict[str, Any]]:
@@ -28,13 +36,10 @@ def shared_experts() -> list[dict[str, Any]]:
     """
     loop = begin(UNLIKE[0], 2, replicas=2, expert_parallel=2, num_experts=4, moe_router_topk=2, add_bias_linear=False)
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
 
     replica = parallel_state.get_data_parallel_rank()
     loop.batches = partial(batches, UNLIKE[replica], seed=5 + replica)
-    _, expected = loop.run(get_forward_backward_func())
+    _, expected = loop.run(megatrons_schedule())
     schedule, found = megatron_epp.wrap(), []
     ran: list[int] = []
     step = loop.forward_step
@@ -44,12 +49,6 @@ def shared_experts() -> list[dict[str, Any]]:
         _, gradients = loop.run(schedule)
         found.append({"rank": dist.get_rank(), "worst": apart(gradients, expected), "lengths": list(ran)})
     return found
-
-
-def _noting(data: Iterator[Batch], ran: list[int]) -> Iterator[Batch]:
-    for batch in data:
-        ran.append(batch["tokens"].shape[1])
-        yield batch
 
 
 PADDED = 8
@@ -64,10 +63,9 @@ class Reader:
     def __init__(self, lengths: Sequence[int]) -> None:
         made = torch.Generator().manual_seed(7)
         samples = [[length // 4, length - length // 4 - 3] for length in lengths]
-        self.columns = [
-            {"total_lengths": of, "tokens": torch.randint(64, (1, sum(of) + 3), generator=made), "rewards": 1.0 + number}
-            for number, of in enumerate(samples)
-        ]
+        tokens = [torch.randint(64, (1, sum(of) + 3), generator=made) for of in samples]
+        pairs = enumerate(zip(samples, tokens, strict=True))
+        self.columns = [{"total_lengths": of, "tokens": own, "rewards": 1.0 + number} for number, (of, own) in pairs]
         self.offset = 0
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
@@ -84,8 +82,6 @@ def read_by_get_next(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     stand; and what a forward pass collects.
     """
     loop = begin(lengths, stages)
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from megatron_epp.callers import VARIABLE, slime
 
     for model in loop.models:
@@ -98,12 +94,12 @@ def read_by_get_next(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
 
     loop.batches, loop.forward_step = read, partial(rewarded_step, len(lengths))
     more = {"decoder_seq_length": 1}
-    wanted = loop.run(get_forward_backward_func(), **more)
+    wanted = loop.run(megatrons_schedule(), **more)
     with torch.no_grad():
-        by_stock = loop.run(get_forward_backward_func(), forward_only=True, collect_non_loss_data=True, **more)[0]
+        by_stock = loop.run(megatrons_schedule(), forward_only=True, collect_non_loss_data=True, **more)[0]
     os.environ[VARIABLE] = "1"
     slime.init(Namespace(tensor_model_parallel_size=1, data_pad_size_multiplier=PADDED))
-    planned = get_forward_backward_func()
+    planned = megatrons_schedule()
     runs = []
     for _ in range(RUNS):
         readers.clear()
@@ -168,28 +164,19 @@ def of_processed(lengths: Sequence[int]) -> dict[str, Any]:
     results in the caller's order; and the tokens of microbatches in the order in which they ran.
     """
     loop = begin(lengths)
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
-
     (model,), ran = loop.models, list[int]()
     model.parallel_output = False
 
-    def noting(data: Iterator[Processed]) -> Iterator[Processed]:
-        for item in data:
-            ran.append(item.tokens.shape[1])
-            yield item
-
     loop.batches = partial(processed, lengths)
-    loop.forward_step = lambda data, given: processed_step(noting(data), given)
-    wanted = loop.run(get_forward_backward_func())
-    with_fixed_times({"forward": 100.0, "backward": 200.0})
+    loop.forward_step = lambda data, given: processed_step(_noting(data, ran), given)
+    wanted = loop.run(megatrons_schedule())
+    frameworks.with_fixed_times({"forward": 100.0, "backward": 200.0})
     megatron_epp.install()
     runs = []
     for _ in range(RUNS):
         ran.clear()
-        results, gradients = loop.run(get_forward_backward_func())
+        results, gradients = loop.run(megatrons_schedule())
         runs.append({"worst": apart(gradients, wanted[1]), "results": results, "ran": list(ran)})
     with torch.no_grad():
-        evaluated = loop.run(get_forward_backward_func(), forward_only=True)[0]
+        evaluated = loop.run(megatrons_schedule(), forward_only=True)[0]
     return {"runs": runs, "stock": wanted[0], "evaluated": evaluated}

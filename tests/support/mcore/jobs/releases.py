@@ -27,7 +27,6 @@ def run(folder: Path) -> dict[str, Any]:
 
 
 def known() -> dict[str, object]:
-    """Return the release, and what of it the package does not know."""
     import megatron.training  # the patched file applies our patches
     from megatron.core.pipeline_parallel import schedules
 

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
+from megatron_epp.losses import Average, ClippedRatio
+from megatron_epp.mcore import entry
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from scripts.demo_rl import engine as verl
 
@@ -25,19 +28,12 @@ LEARNING = 8
 
 
 def updated() -> dict[str, Any]:
-    """Update whole and in slices.
-
-    Returns:
-        bytes that both hold, their losses, the norm of the difference of gradients over theirs, and what refuses a sample that
-        is longer than the token budget.
+    """Update whole and in slices; return bytes that both hold, their losses, the norm of the difference of gradients over
+    theirs, and what refuses a sample that is longer than the token budget.
     """
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
     logging.getLogger("verl").setLevel(logging.WARNING)
-    import megatron_epp
-
     updates, layers = Updates(), SIZE.layers // SIZE.stages
     held = {recomputed: _peak_bytes(updates, partial(updates.whole, recomputed))[0] for recomputed in (layers, layers - 1, 0)}
     cap_bytes, refusal = int(BELOW * held[layers - 1]), ""
@@ -54,21 +50,15 @@ def updated() -> dict[str, Any]:
     differing = updates.gradients() - own
     train.close()
     return {
-        "held_bytes": held,
-        "cap_bytes": cap_bytes,
-        "sliced_bytes": sliced_bytes,
-        "refusal": refusal,
-        "losses": (whole, in_slices),
-        "gradients": float(differing.norm() / own.norm()),
-    }
+        "held_bytes": held, "cap_bytes": cap_bytes, "sliced_bytes": sliced_bytes, "refusal": refusal,
+        "losses": (whole, in_slices), "gradients": float(differing.norm() / own.norm()),
+    }  # fmt: skip
 
 
 class Updates:
     """Updates of one model, whole by verl's engine, and in slices: one response is as long as the context."""
 
     def __init__(self) -> None:
-        from megatron_epp.losses import Average, ClippedRatio
-
         self.samples = verl.drawn(SAMPLES, SIZE.longest // 2, SIZE.vocabulary, seed=3, median=MEDIAN * SIZE.longest)
         random = torch.Generator().manual_seed(4)
         self.samples.tokens[SAMPLES // 2] = torch.randint(1, SIZE.vocabulary, (SIZE.longest,), generator=random)
@@ -81,13 +71,11 @@ class Updates:
         known = zip(self.samples.tokens, self.samples.advantages, self.samples.old_logprobs, strict=True)
         self.columns = [
             {
-                "tokens": tokens,
-                "trained": [0] * verl.PROMPT + [1] * (len(tokens) - verl.PROMPT),
-                "advantages": advantage,
+                "tokens": tokens, "trained": [0] * verl.PROMPT + [1] * (len(tokens) - verl.PROMPT), "advantages": advantage,
                 "old_logprobs": torch.cat([torch.zeros(verl.PROMPT), old]),
             }
             for tokens, advantage, old in known
-        ]
+        ]  # fmt: skip
 
     def whole(self, recomputed: int, budget: int = SIZE.budget) -> float:
         """Update by whole microbatches; return the loss. Raises what the framework raises for too small a budget."""
@@ -107,8 +95,6 @@ class Updates:
 
 def _static_bytes(updates: Updates) -> int:
     """Return the bytes of weights, gradients and optimizer of the smaller stage, which a cap holds too."""
-    import megatron_epp
-
     probe = megatron_epp.wrap_samples(loss=updates.loss)
     probe(model=updates.model, samples=updates.columns, forward_only=True)
     least = min(stage.static_bytes for stage in probe._run.costs.stages)
@@ -117,7 +103,6 @@ def _static_bytes(updates: Updates) -> int:
 
 
 def _peak_bytes(updates: Updates, update: Callable[[], float]) -> tuple[int, float]:
-    """Return the most bytes that autograd holds on any rank during an update, and the loss."""
     with SavedTensors(updates.model.parameters()) as saved:
         loss = update()
     peak = torch.tensor([saved.peak_bytes])
@@ -127,7 +112,6 @@ def _peak_bytes(updates: Updates, update: Callable[[], float]) -> tuple[int, flo
 
 @contextmanager
 def _recomputing(config: Any, layers: int) -> Iterator[None]:
-    """Return a context in which Megatron recomputes so many layers of a stage."""
     if layers:
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", layers
     try:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.mcore.jobs.frameworks import Batch, Loop, Schedule, apart, begin, forward_step, refusal
+import megatron_epp
+from tests.support.mcore.jobs.frameworks import Batch, Loop, Schedule, apart, begin, forward_step, megatrons_schedule, refusal
 
 EXPERTS = 4
 REPLAYS = 5
@@ -48,12 +49,9 @@ class Replay:
         numbered = [(batch | {"index": i} for i, batch in enumerate(self.loop.batches())) for _ in self.models]
         with torch.set_grad_enabled(not forward_only):
             _, gradients = self.loop.run(
-                schedule,
-                forward_step_func=self.forward_step,
-                data_iterator=numbered,
-                model=self.models,
+                schedule, forward_step_func=self.forward_step, data_iterator=numbered, model=self.models,
                 forward_only=forward_only,
-            )
+            )  # fmt: skip
         for model in self.models:
             for router in self.routers(model):
                 router.clear_indices()
@@ -75,11 +73,7 @@ def replayed(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     """
     settings = {"moe_router_topk": 2, "moe_ffn_hidden_size": 32, "add_bias_linear": False, "moe_enable_routing_replay": True}
     loop = begin(lengths, stages, num_experts=EXPERTS, moe_router_load_balancing_type="none", **settings)
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
-
-    replay, stock = Replay(loop), get_forward_backward_func()
+    replay, stock = Replay(loop), megatrons_schedule()
     refused = refusal(lambda: replay.run(megatron_epp.wrap(), forward_only=False))
     _, recorded = replay.run(stock, forward_only=True)
     learning = megatron_epp.wrap(order="given")

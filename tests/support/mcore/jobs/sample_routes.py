@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import megatron_epp
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 from tests.support.mcore.jobs.samples import LENGTHS, SETTINGS
@@ -78,27 +79,17 @@ def names(training: DataParallel) -> list[str]:
 
 
 def replayed(
-    replicas: int = 1,
-    stages: int | None = None,
-    plans: Mapping[str, Any] | None = None,
-    all_layers: bool = False,
-    written: Path | None = None,
-    read: Path | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
+    replicas: int = 1, stages: int | None = None, plans: Mapping[str, Any] | None = None, all_layers: bool = False,
+    written: Path | None = None, read: Path | None = None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Return how far slices that replay routes are from whole samples that do, by Megatron's schedule and replay.
 
     Args:
-        replicas, stages, settings: as of `begin`.
-        plans: more settings of `wrap_samples`.
         all_layers: samples have routes of layers without experts, too, which no one reads.
-        written: file for what Megatron's schedule does on one rank.
-        read: file of that, in the place of a run by Megatron's schedule.
+        written, read: file for what Megatron's schedule does on one rank, and in the place of a run by it.
     """
     loop = begin(LENGTHS, stages, replicas=replicas, **MODEL | settings)
     from megatron.core import parallel_state
-
-    import megatron_epp
 
     numbers = [router.layer_number for router in chain.from_iterable(map(routers, loop.models))]
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
@@ -131,17 +122,11 @@ def replayed(
     evaluated = schedule(model=training.chunks, samples=samples, forward_only=True)
     schedule.close()
     return {
-        "worst": apart(gradients, expected),
-        "biases": apart(found, of_experts),
-        "num_biases": len(of_experts),
-        "chosen": apart(chosen, expected),
-        "losses": [one.means["next token"] * one.divisor for one in (report, evaluated)],
-        "expected": loss,
-        "replica": parallel_state.get_data_parallel_rank(),
-        "chunks": report.num_chunks,
-        "layers": len(layers),
-        "again": calls[0] - len(hooks) * report.num_chunks,
-    }
+        "worst": apart(gradients, expected), "biases": apart(found, of_experts), "num_biases": len(of_experts),
+        "chosen": apart(chosen, expected), "losses": [one.means["next token"] * one.divisor for one in (report, evaluated)],
+        "expected": loss, "replica": parallel_state.get_data_parallel_rank(), "chunks": report.num_chunks,
+        "layers": len(layers), "again": calls[0] - len(hooks) * report.num_chunks,
+    }  # fmt: skip
 
 
 def _count(calls: list[int], *_: Any) -> None:
@@ -151,8 +136,6 @@ def _count(calls: list[int], *_: Any) -> None:
 def refusals() -> dict[str, str]:
     """Return what is said of routes that cannot be replayed, and whether right ones train afterwards."""
     loop = begin(LENGTHS, **MODEL)
-    import megatron_epp
-
     (model,), right, said = loop.models, made(), {}
     first, *others = right
     schedule = megatron_epp.wrap_samples(**SETTINGS)

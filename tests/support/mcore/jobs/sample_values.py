@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
+from megatron_epp.losses import Average, ClippedRatio, ClippedValue, Distillation
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 from tests.support.mcore.jobs.samples import LENGTHS, SETTINGS, made
@@ -65,9 +67,6 @@ def values(replicas: int = 1, tensor_parallel: int = 1, stages: int | None = Non
     loop = begin(LENGTHS, stages, replicas=replicas, tensor_parallel=tensor_parallel, calculate_per_token_loss=True, **settings)
     from megatron.core import parallel_state
 
-    import megatron_epp
-    from megatron_epp.losses import Average, ClippedValue
-
     put_heads(loop.models)
     training = DataParallel(loop, made_for_values(), whole_value_step)
     expected, results = training.whole()
@@ -77,19 +76,12 @@ def values(replicas: int = 1, tensor_parallel: int = 1, stages: int | None = Non
     afterwards, _ = training.whole()
     found = report.values[parallel_state.get_data_parallel_rank() :: replicas]
     return {
-        "worst": apart(gradients, expected),
-        "afterwards": apart(afterwards, expected),
-        "loss": report.means["value loss"],
-        "expected": [float(one["loss"]) for one in results],
-        "lengths": [len(one) for one in report.values],
-        "values": [
-            float((torch.from_numpy(ours) - theirs["values"]).abs().max()) for ours, theirs in zip(found, results, strict=False)
-        ],
+        "worst": apart(gradients, expected), "afterwards": apart(afterwards, expected), "loss": report.means["value loss"],
+        "expected": [float(one["loss"]) for one in results], "lengths": [len(one) for one in report.values],
+        "values": [float((torch.from_numpy(a) - b["values"]).abs().max()) for a, b in zip(found, results, strict=False)],
         "evaluated": max(float(abs(a - b).max()) for a, b in zip(report.values, evaluated.values, strict=True)),
-        "logprobs": len(report.logprobs),
-        "divisor": report.divisor,
-        "chunks": report.num_chunks,
-    }
+        "logprobs": len(report.logprobs), "divisor": report.divisor, "chunks": report.num_chunks,
+    }  # fmt: skip
 
 
 def whole_teacher_step(data: Any, model: Any) -> tuple[Tensor, Any]:
@@ -110,9 +102,6 @@ def whole_teacher_step(data: Any, model: Any) -> tuple[Tensor, Any]:
 def distillation() -> dict[str, Any]:
     """Return how far a distillation in slices and by blocks is from one with whole logits by Megatron's schedule."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-    import megatron_epp
-    from megatron_epp.losses import Average, Distillation
-
     random, samples = torch.Generator().manual_seed(7), made()
     for sample in samples:
         shape = len(sample["tokens"]), 3
@@ -123,11 +112,9 @@ def distillation() -> dict[str, Any]:
     loss = Distillation(3, average=Average.SEQUENCE_MEANS, temperature=0.8)
     found, report = training.sliced(megatron_epp.wrap_samples(loss=loss, **SETTINGS, loss_block_tokens=7))
     return {
-        "worst": apart(found, expected),
-        "loss": report.means["distillation"],
-        "expected": [float(one["loss"]) for one in results],
-        "chunks": report.num_chunks,
-    }
+        "worst": apart(found, expected), "loss": report.means["distillation"],
+        "expected": [float(one["loss"]) for one in results], "chunks": report.num_chunks,
+    }  # fmt: skip
 
 
 def divided_head() -> dict[str, Any]:
@@ -138,9 +125,7 @@ def divided_head() -> dict[str, Any]:
     loop = begin(LENGTHS, tensor_parallel=2, calculate_per_token_loss=True, sequence_parallel=True)
     from megatron.core import parallel_state
 
-    import megatron_epp
     from megatron_epp.features.losses.value_head import ValueHead
-    from megatron_epp.losses import ClippedValue
 
     group = parallel_state.get_tensor_model_parallel_group()
     head = ValueHead(loop.models[0].config, group)
@@ -155,19 +140,16 @@ def divided_head() -> dict[str, Any]:
     schedule = megatron_epp.wrap_samples(loss=ClippedValue(), **SETTINGS)
     return {
         "said": refusal(lambda: schedule(model=loop.models, samples=made_for_values())),
-        "attribute": head.weight.sequence_parallel,
-        "values": apart([values.detach()], [hidden @ head.weight.detach().t()]),
+        "attribute": head.weight.sequence_parallel, "values": apart([values.detach()], [hidden @ head.weight.detach().t()]),
         "hidden": apart([own.grad], [wanted.chunk(2)[dist.get_rank()]]),
         "weight": apart([head.weight.grad], [(of_values * hidden).sum((0, 1))[None]]),
         "norm": float(head.weight.detach().norm()),
-    }
+    }  # fmt: skip
 
 
 def value_refusals() -> dict[str, str]:
     """Return what is said of losses and models that do not go together, and of samples with other columns."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-    import megatron_epp
-    from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation
 
     def refused(loss: Any, samples: Any, plans: Any = None, **named: Any) -> str:
         wrap = partial(megatron_epp.wrap_samples, loss=loss, **SETTINGS | dict(plans or {}))

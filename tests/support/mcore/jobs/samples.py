@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_epp
+from megatron_epp.losses import Average, ClippedRatio, NextToken, Preference
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 
@@ -59,33 +61,20 @@ def whole_step(data: Any, model: Any, per_token: bool) -> tuple[Tensor, Any]:
 
 
 def grpo(
-    replicas: int = 1,
-    tensor_parallel: int = 1,
-    stages: int | None = None,
-    per_token: bool = True,
-    part: str | None = None,
-    plans: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Return how far two trainings in slices are from one by Megatron's schedule, and a third by it afterwards.
-
-    Args:
-        replicas, tensor_parallel, stages, settings: as of `begin`.
-        part: of the model that trains, as of `adapters.freeze`; None for all.
-        plans: more settings of `wrap_samples`.
+    replicas: int = 1, tensor_parallel: int = 1, stages: int | None = None, per_token: bool = True, part: str | None = None,
+    plans: Mapping[str, Any] | None = None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Return how far two trainings in slices are from one by Megatron's schedule, and a third by it afterwards. Of the model a
+    part of `adapters.freeze` trains, or all. `plans` are more settings of `wrap_samples`.
     """
-    loop = begin(
-        LENGTHS, stages, replicas=replicas, tensor_parallel=tensor_parallel, calculate_per_token_loss=per_token, **settings
-    )
+    settings |= {"replicas": replicas, "tensor_parallel": tensor_parallel, "calculate_per_token_loss": per_token}
+    loop = begin(LENGTHS, stages, **settings)
     if part is not None:
         from tests.support.mcore.adapters import freeze
 
         for model in loop.models:
             freeze(model, part)
     from megatron.core import parallel_state
-
-    import megatron_epp
-    from megatron_epp.losses import Average, ClippedRatio
 
     samples = made()
     training = DataParallel(loop, samples, partial(whole_step, per_token=per_token))
@@ -104,31 +93,23 @@ def grpo(
     afterwards, _ = training.whole()
     found = reports[0].logprobs[parallel_state.get_data_parallel_rank() :: replicas]
     return {
-        "rank": dist.get_rank(),
-        "worst": max(apart(each, expected) for each in gradients),
-        "afterwards": apart(afterwards, expected),
-        "losses": [report.means["policy loss"] for report in (*reports, evaluated)],
+        "rank": dist.get_rank(), "worst": max(apart(each, expected) for each in gradients),
+        "afterwards": apart(afterwards, expected), "losses": [report.means["policy loss"] for report in (*reports, evaluated)],
         "expected": [float(one["loss"]) for one in results],
         "logprobs": [
             float((torch.from_numpy(ours) - theirs["logprobs"] * sample["trained"][1:]).abs().max())
             for ours, theirs, sample in zip(found, results, training.mine, strict=False)
         ],
         "evaluated": max(float(abs(a - b).max()) for a, b in zip(reports[0].logprobs, evaluated.logprobs, strict=True)),
-        "divisor": reports[0].divisor,
-        "ahead": (left, len(schedule._ahead)),
-        "chunks": reports[0].num_chunks,
-        "splits": sorted(splits),
-        "num_gradients": len(expected),
+        "divisor": reports[0].divisor, "ahead": (left, len(schedule._ahead)), "chunks": reports[0].num_chunks,
+        "splits": sorted(splits), "num_gradients": len(expected),
         "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
-    }
+    }  # fmt: skip
 
 
 def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[str, Any]:
     """Return how far the gradient of preferences is from a sum over tokens, weighted by what their pair's margin asks for."""
     loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token, **settings)
-    import megatron_epp
-    from megatron_epp.losses import Average, NextToken, Preference
-
     order = (0, 3, 1, 2, 4, 5)
     samples = [one | {"group": number // 2, "preferred": number % 2} for number, one in zip(order, made(), strict=True)]
     training = DataParallel(loop, samples)
@@ -136,10 +117,9 @@ def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[st
     found, report = training.sliced(schedule, wants_logprobs=True)
     schedule.close()
     masks = [one["trained"][1:].float() for one in samples]
-    given = zip(report.logprobs, masks, samples, strict=True)
-    scores = [
-        float(((torch.from_numpy(own) - torch.tensor(one["reference_logprobs"])[1:]) * mask).sum()) for own, mask, one in given
-    ]
+    references = [torch.tensor(one["reference_logprobs"])[1:] for one in samples]
+    given = zip(report.logprobs, references, masks, strict=True)
+    scores = [float(((torch.from_numpy(own) - reference) * mask).sum()) for own, reference, mask in given]
     margins = {one["group"]: 0.0 for one in samples}
     for score, one in zip(scores, samples, strict=True):
         margins[one["group"]] += score * (1 if one["preferred"] else -1)
@@ -160,9 +140,6 @@ def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[st
 def bad() -> dict[str, Any]:
     """Return what is said of samples and models that are wrong, or above a cap, and whether others train afterwards."""
     loop = begin(LENGTHS, calculate_per_token_loss=True)
-    import megatron_epp
-    from megatron_epp.losses import ClippedRatio, Preference
-
     schedule, samples, said = megatron_epp.wrap_samples(loss=ClippedRatio(), **SETTINGS), made(), {}
     pairs = megatron_epp.wrap_samples(loss=Preference(), **SETTINGS)
 
@@ -174,12 +151,9 @@ def bad() -> dict[str, Any]:
     refused("recompute", samples)
     config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
     refused("no column", [samples[0], {key: value for key, value in samples[1].items() if key != "advantages"}])
-    for name, change in {
-        "a column of another length": {"old_logprobs": [0.0, 0.0, 0.0]},
-        "not finite": {"old_logprobs": float("nan")},
-        "no tokens": {"tokens": [1]},
-    }.items():
-        refused(name, [samples[0], samples[1] | change])
+    refused("a column of another length", [samples[0], samples[1] | {"old_logprobs": [0.0, 0.0, 0.0]}])
+    refused("not finite", [samples[0], samples[1] | {"old_logprobs": float("nan")}])
+    refused("no tokens", [samples[0], samples[1] | {"tokens": [1]}])
     refused("no samples", [])
     for name, group in {"no group": None, "one of a pair": 3}.items():
         refused(name, [samples[0] | {"group": group, "preferred": 1}], pairs)
@@ -210,9 +184,6 @@ def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, 
     is not finite, and how far the call behind each is.
     """
     loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token)
-    import megatron_epp
-    from megatron_epp.losses import Average, ClippedRatio
-
     samples, said = made(), {}
     training = DataParallel(loop, samples, overlaps=overlaps, distributed=distributed)
     chunks = training.chunks

@@ -7,8 +7,20 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+import megatron_epp
+from megatron_epp.mcore import entry
+from megatron_epp.mcore.features import logged_router_losses
+from megatron_epp.mcore.iteration.microbatch_run import MicrobatchPlan, MicrobatchRun
+from megatron_epp.plan import Op, Recompute
+from megatron_epp.plan.lowering import lower
 from tests.support.mcore.figures import record_figures
+from tests.support.mcore.jobs.frameworks import batches, megatrons_schedule, outputs
 
 LENGTHS = 24, 8, 16
 LAYERS = 3
@@ -28,19 +40,12 @@ MODELS = {
 
 
 def run():
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_epp
-
     parallel_state.initialize_model_parallel()
     for name, settings in MODELS.items():
         model = build(**settings)
-        found = {"stock": called(get_forward_backward_func(), model)}
+        found = {"stock": called(megatrons_schedule(), model)}
         planned = megatron_epp.wrap()
         for variant, recomputed in (("in other orders", (0, 0, 0)), ("with recompute", RECOMPUTED)):
             plan_by(recomputed)
@@ -49,33 +54,21 @@ def run():
 
 
 def build(**settings):
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     torch.manual_seed(1)
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False, "masked_softmax_fusion": False}
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
-    config = TransformerConfig(
-        **{"num_layers": LAYERS, "hidden_size": 16, "num_attention_heads": 2, "variable_seq_lengths": True}
-        | plain
-        | experts
-        | settings
-    )
+    sizes = {"num_layers": LAYERS, "hidden_size": 16, "num_attention_heads": 2, "variable_seq_lengths": True}
+    config = TransformerConfig(**sizes | plain | experts | settings)
     config.grad_scale_func = lambda loss: 512.0 * loss
     block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    more = (
-        gpt_layer_specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=False) if config.mtp_num_layers else None
-    )
+    predictor = gpt_layer_specs.get_gpt_mtp_block_spec if config.mtp_num_layers else lambda *_, **__: None
+    more = predictor(config, block, use_transformer_engine=False)
     return GPTModel(config, block, 64, 64, position_embedding_type="rope", mtp_block_spec=more)
 
 
 def plan_by(recomputed):
     """Let plans have forwards and backwards in the orders above, and so many layers of each microbatch recompute."""
-    from megatron_epp.mcore.iteration.microbatch_run import MicrobatchPlan, MicrobatchRun
-    from megatron_epp.plan import Op, Recompute
-    from megatron_epp.plan.lowering import lower
 
     def plan_of_call(self, agreed, forward_only):
         packed, chunks = self._make(agreed, forward_only)
@@ -90,26 +83,12 @@ def plan_by(recomputed):
     MicrobatchRun.plan_of_call = plan_of_call
 
 
-def batches():
-    made = torch.Generator().manual_seed(5)
-    for length in LENGTHS:
-        yield {name: torch.randint(64, (1, length), generator=made) for name in ("tokens", "labels")}
-
-
 def forward_step(data_iterator, model):
     batch = next(data_iterator)
-    length = batch["tokens"].shape[1]
-    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
-    output = model(batch["tokens"], torch.arange(length)[None], mask, labels=batch["labels"])
-    return output, lambda losses: (losses.mean(), {"loss": float(losses.mean())})
+    return outputs(model, batch["tokens"], batch["labels"]), lambda losses: (losses.mean(), {"loss": float(losses.mean())})
 
 
 def called(schedule, model):
-    """Gradients of one call, and the state that it left."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    from megatron_epp.mcore.features import logged_router_losses
-
     model.zero_grad()
     counters = {name: buffer for name, buffer in model.named_buffers() if "tokens_per" in name or "qb_beta_" in name}
     for sums in (*counters.values(), *logged_router_losses().values()):
@@ -117,13 +96,9 @@ def called(schedule, model):
     MTPLossLoggingHelper.tracker.clear()
     torch.manual_seed(7)
     schedule(
-        forward_step_func=forward_step,
-        data_iterator=batches(),
-        model=model,
-        num_microbatches=len(LENGTHS),
-        seq_length=1,
-        micro_batch_size=1,
-    )
+        forward_step_func=forward_step, data_iterator=batches(LENGTHS), model=model, num_microbatches=len(LENGTHS),
+        seq_length=1, micro_batch_size=1,
+    )  # fmt: skip
     more = {name: value for name, value in MTPLossLoggingHelper.tracker.items() if torch.is_tensor(value)}
     state = {f"buffer {name}": value for name, value in counters.items()}
     state |= {f"router {name}": value for name, value in logged_router_losses().items()}
@@ -141,8 +116,5 @@ def apart(found):
 
     gradients = found["with recompute"][0]
     assert all(math.isfinite(float(one.norm())) for one in gradients)
-    return {
-        "from stock": worst("with recompute", "stock"),
-        "by recompute": worst("with recompute", "in other orders"),
-        "gradients": sum(bool(one.any()) for one in gradients),
-    }
+    worsts = {"from stock": worst("with recompute", "stock"), "by recompute": worst("with recompute", "in other orders")}
+    return worsts | {"gradients": sum(bool(one.any()) for one in gradients)}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.mcore import entry
 from scripts.demo_rl import engine
 from tests.support.mcore.absent_packages import stand_ins
 from tests.support.mcore.jobs.frameworks import apart, with_fixed_times
@@ -32,12 +33,8 @@ ForwardStep = Callable[..., Any]
 
 @dataclass
 class Trainer:
-    """A framework on one rank.
-
-    Attributes:
-        step: takes its training step with microbatches of packed sequences; returns the losses that it reports.
-        models: chunks of the rank's model.
-        ran: tokens of every microbatch, in the order in which forward steps have taken them.
+    """A framework on one rank: its training step, which returns the losses that it reports, the chunks of its model, and the
+    tokens of microbatches in the order in which forward steps have taken them.
     """
 
     step: Callable[[Iterator[dict[str, Any]]], list[float]]
@@ -66,30 +63,20 @@ def compared(trainer: Trainer, batches: Sequence[Sequence[dict[str, Any]]]) -> d
     planned = [trainer.run(batch) for batch in batches]
     uninstall()
     stock = [trainer.run(batch) for batch in batches]
-    pairs = list(zip(planned, stock, strict=True))
-    return {
-        "installed": was_installed,
-        "reports": parallel_state.is_pipeline_last_stage(),
-        "batches": [
-            {"gradients": apart(ours["gradients"], theirs["gradients"])}
-            | {name: (ours[name], theirs[name]) for name in ("losses", "order")}
-            for ours, theirs in pairs
-        ],
-    }
+    pairs = zip(planned, stock, strict=True)
+    batches = []
+    for ours, theirs in pairs:
+        told = {name: (ours[name], theirs[name]) for name in ("losses", "order")}
+        batches.append({"gradients": apart(ours["gradients"], theirs["gradients"])} | told)
+    return {"installed": was_installed, "reports": parallel_state.is_pipeline_last_stage(), "batches": batches}
 
 
 def begun(
     stages: int, expert_parallel: int, *, loss_per_token: bool = True, change: Callable[[Any], object] | None = None
 ) -> tuple[engine.Size, Any]:
-    """Prepare Megatron on this rank; return the sizes of a model and this rank's stage of it.
-
-    Args:
-        expert_parallel: replicas that share experts.
-        loss_per_token: the loss is a sum over tokens, as both have it for fine-tuning.
-        change: as of `engine.pipeline_stage`.
+    """Prepare Megatron on this rank; return the sizes of a model and this rank's stage of it. For fine-tuning the loss of both
+    is a sum over tokens.
     """
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
@@ -115,8 +102,6 @@ def filled(model: Any) -> None:
 
 
 def noted(step: ForwardStep, ran: list[int]) -> ForwardStep:
-    """Return a forward step that adds the tokens of the microbatch which it takes to a list."""
-
     def forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> Any:
         item = next(data_iterator)
         ran.append(next(item[name].numel() for name in ("tokens", "input_ids") if name in item))
@@ -139,7 +124,6 @@ def positions(lengths: Sequence[int]) -> Tensor:
 
 
 def replica_of_all() -> tuple[int, int]:
-    """Return which replica this rank belongs to, and their number."""
     from megatron.core import parallel_state
 
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -168,21 +152,16 @@ OF_ADAPTERS = {
     "task_type": "causal_lm", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_bias": "none", "lora_dtype": None,
     "use_rslora": False, "mcore_ref_adapter": None, "ref_adapters": [],
 }  # fmt: skip
-"""Settings of ms-swift's adapters."""
 
 
 def of_swift() -> AbstractContextManager[None]:
-    """Return a context in which modules of ms-swift can be imported."""
     engine.reachable("swift")
     return stand_ins("transformer_engine", "einops", "aiohttp", extensions=True)
 
 
 def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, has_adapters: bool = False) -> dict[str, Any]:
-    """Train by the step of ms-swift's trainer, with its data of packed sequences and its loss; see `compared`.
-
-    Args:
-        expert_parallel: replicas that share experts.
-        has_preferences: train by DPO, with another model of reference in each stage; else for the labels.
+    """Train by the step of ms-swift's trainer, with its data of packed sequences and its loss (with preferences that of DPO,
+    and another model of reference in each stage); see `compared`.
     """
     import megatron_epp
     from megatron_epp.mcore import cpu
@@ -197,18 +176,10 @@ def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, 
     kind = MegatronDPOTrainer if has_preferences else MegatronTrainer
     trainer = kind.__new__(kind)  # whose constructor would load weights
     trainer.args = SimpleNamespace(
-        task_type="causal_lm",
-        num_microbatches=MICROBATCHES,
-        seq_length=size.longest,
-        micro_batch_size=1,
-        global_batch_size=MICROBATCHES * replicas,
-        pipeline_model_parallel_size=stages,
-        context_parallel_size=1,
-        padding_free=True,
-        enable_dft_loss=False,
-        enable_channel_loss=False,
-        **OF_PREFERENCES,
-    )
+        task_type="causal_lm", num_microbatches=MICROBATCHES, seq_length=size.longest, micro_batch_size=1,
+        global_batch_size=MICROBATCHES * replicas, pipeline_model_parallel_size=stages, context_parallel_size=1,
+        padding_free=True, enable_dft_loss=False, enable_channel_loss=False, **OF_PREFERENCES,
+    )  # fmt: skip
     trainer.wrapped_models, trainer.optimizer = [model], engine.GradientsKept()
     trainer.opt_param_scheduler = SimpleNamespace(step=lambda increment: None)
     trainer.enable_routing_replay = False
@@ -234,12 +205,10 @@ def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, 
 
     def columns(lengths: list[int], tokens: Tensor) -> dict[str, Any]:
         return {
-            "input_ids": tokens,
-            "labels": tokens.masked_fill(positions(lengths) < engine.PROMPT, -100),
-            "loss_scale": torch.linspace(0.5, 1.5, tokens.shape[1])[None],
-            "position_ids": positions(lengths),
+            "input_ids": tokens, "labels": tokens.masked_fill(positions(lengths) < engine.PROMPT, -100),
+            "loss_scale": torch.linspace(0.5, 1.5, tokens.shape[1])[None], "position_ids": positions(lengths),
             "seq_lens": lengths,
-        }
+        }  # fmt: skip
 
     batches = [[columns(*one) for one in batch] for batch in packed(size, replica, replicas)]
     return compared(Trainer(step, [model], ran), batches)
@@ -249,7 +218,6 @@ OF_PREFERENCES = {
     "tuner_type": "full", "mcore_ref_adapter": None, "ref_adapters": [], "reference_free": False, "label_smoothing": 0.0,
     "f_divergence_type": "reverse_kl", "loss_type": ["sigmoid"], "beta": 0.1, "rpo_alpha": None,
 }  # fmt: skip
-"""Settings of DPO."""
 
 
 def with_bridges_adapters(model: Any) -> None:
@@ -263,28 +231,16 @@ def with_bridges_adapters(model: Any) -> None:
 
 
 def of_bridge() -> AbstractContextManager[None]:
-    """Return a context in which modules of Megatron-Bridge can be imported."""
     engine.reachable("bridge", "megatron.bridge")
     absent = ("transformer_engine", "modelopt", "megatron.energon", "einops", "tensorboard")
     return stand_ins(*absent, "transformers.modeling_attn_mask_utils")
 
 
 def bridge(stages: int, expert_parallel: int = 1, has_adapters: bool = False) -> dict[str, Any]:
-    """Train by Megatron-Bridge's step, with its forward step for packed sequences and its loss; see `compared`.
-
-    Args:
-        stages, expert_parallel, has_adapters: as of `swift`.
-    """
+    """Train by Megatron-Bridge's step, with its forward step for packed sequences and its loss; see `compared`."""
     size, model = begun(stages, expert_parallel, change=with_bridges_adapters if has_adapters else None)
     with of_bridge():
-        from megatron.bridge.training import gpt_step, train
-        from megatron.bridge.training.config import (
-            DistributedInitConfig,
-            LoggerConfig,
-            OptimizerConfig,
-            RerunStateMachineConfig,
-            TrainingConfig,
-        )
+        from megatron.bridge.training import config, gpt_step, train
         from megatron.bridge.training.initialize import init_rerun_state
         from megatron.bridge.training.state import GlobalState
         from megatron.bridge.training.utils.train_utils import prepare_forward_step_func
@@ -301,16 +257,11 @@ def bridge(stages: int, expert_parallel: int = 1, has_adapters: bool = False) ->
     init_num_microbatches_calculator(dist.get_rank(), None, everything, 1, replicas)
     state = GlobalState()
     state.cfg = SimpleNamespace(
-        train=TrainingConfig(micro_batch_size=1, global_batch_size=everything),
-        optimizer=OptimizerConfig(),
-        ddp=SimpleNamespace(overlap_param_gather=False),
-        model=SimpleNamespace(seq_length=size.longest),
-        dataset=SimpleNamespace(dataloader_type="external", enable_in_batch_packing=True),
-        dist=DistributedInitConfig(),
-        rerun_state_machine=RerunStateMachineConfig(),
-        logger=LoggerConfig(),
-        data_parallel_size=replicas,
-    )
+        train=config.TrainingConfig(micro_batch_size=1, global_batch_size=everything), optimizer=config.OptimizerConfig(),
+        ddp=SimpleNamespace(overlap_param_gather=False), model=SimpleNamespace(seq_length=size.longest),
+        dataset=SimpleNamespace(dataloader_type="external", enable_in_batch_packing=True), dist=config.DistributedInitConfig(),
+        rerun_state_machine=config.RerunStateMachineConfig(), logger=config.LoggerConfig(), data_parallel_size=replicas,
+    )  # fmt: skip
     init_rerun_state(state.cfg.rerun_state_machine)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     messages = P2PCommunicator(pp_group=groups.pp, config=model.config)
@@ -329,16 +280,10 @@ def bridge(stages: int, expert_parallel: int = 1, has_adapters: bool = False) ->
     def columns(lengths: list[int], tokens: Tensor) -> dict[str, Any]:
         ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
         return {
-            "tokens": tokens,
-            "labels": tokens.roll(-1, dims=-1),
-            "loss_mask": (positions(lengths) >= engine.PROMPT).float(),
-            "attention_mask": None,
-            "position_ids": positions(lengths),
-            "cu_seqlens_q": ends[None],
-            "cu_seqlens_kv": ends[None],
-            "max_seqlen_q": torch.tensor(max(lengths)),
-            "max_seqlen_kv": torch.tensor(max(lengths)),
-        }
+            "tokens": tokens, "labels": tokens.roll(-1, dims=-1), "loss_mask": (positions(lengths) >= engine.PROMPT).float(),
+            "attention_mask": None, "position_ids": positions(lengths), "cu_seqlens_q": ends[None], "cu_seqlens_kv": ends[None],
+            "max_seqlen_q": torch.tensor(max(lengths)), "max_seqlen_kv": torch.tensor(max(lengths)),
+        }  # fmt: skip
 
     batches = [[columns(*one) for one in batch] for batch in packed(size, replica, replicas)]
     return compared(Trainer(step, [model], ran), batches)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.mcore import entry
 from scripts.demo_rl import engine as verl
 from tests.support.mcore.jobs.frameworks import apart, with_fixed_times
 
@@ -23,15 +24,9 @@ ROWS = 2
 def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
     """Take training steps of verl by plans, which its plugin has installed, then by Megatron's own schedule, without an update.
 
-    Args:
-        expert_parallel: replicas that share experts.
-
-    Returns:
-        for every batch the largest relative difference of gradients and of log-probabilities of samples, losses of
-        microbatches by both, and the tokens of microbatches in the order in which both ran them; and whether costs are learnt.
+    Returns for every batch the largest relative difference of gradients and of log-probabilities of samples, losses of
+    microbatches by both, and the tokens of microbatches in the order in which both ran them; and whether costs are learnt.
     """
-    from megatron_epp.mcore import entry
-
     entry.prepare()
     dist.init_process_group("gloo")
     shared = {"experts": 4, "expert_parallel": expert_parallel} if expert_parallel > 1 else {}
@@ -61,9 +56,7 @@ def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
     return {"rank": dist.get_rank(), "installed": was_installed, "batches": compared}
 
 
-def step(
-    engine: Any, samples: verl.Samples, size: verl.Size, loss: Any, replicas: int, order: list[int], rows: int | None
-) -> dict[str, Any]:
+def step(engine: Any, samples: Any, size: Any, loss: Any, replicas: int, order: list[int], rows: int | None) -> dict[str, Any]:
     """Get old log-probabilities from verl's forward pass, moved a little, so that ratios are not 1, and take its step."""
     order.clear()
     found = verl.from_last_stage(verl.old_logprobs(engine, samples, size, SAMPLES * replicas))
@@ -78,13 +71,9 @@ def step(
     told = told or {"loss": [], "model_output": {}}
     logprobs = told["model_output"]["log_probs"].unbind() if told["model_output"] else []
     return {
-        "gradients": gradients,
-        "old": list(found),
-        "logprobs": [one.detach() for one in logprobs],
-        "losses": told["loss"],
-        "order": list(order),
-        "forward order": forward_order,
-    }
+        "gradients": gradients, "old": list(found), "logprobs": [one.detach() for one in logprobs], "losses": told["loss"],
+        "order": list(order), "forward order": forward_order,
+    }  # fmt: skip
 
 
 def compare(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
@@ -93,12 +82,10 @@ def compare(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
         return max((float((ours - theirs).abs().max()) for ours, theirs in pairs), default=0.0)
 
     return {
-        "gradients": apart(planned["gradients"], stock["gradients"]),
-        "logprobs": difference("logprobs"),
-        "old": difference("old"),
-        "samples": len(planned["logprobs"]),
+        "gradients": apart(planned["gradients"], stock["gradients"]), "logprobs": difference("logprobs"),
+        "old": difference("old"), "samples": len(planned["logprobs"]),
         **{name: (planned[name], stock[name]) for name in ("losses", "order", "forward order")},
-    }
+    }  # fmt: skip
 
 
 def noted(engine: Any) -> list[int]:
