@@ -75,26 +75,20 @@ def document_tokens(path: str) -> NDArray[np.int64]:
 
 
 def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number of tokens before each boundary between sequences, the first and the last included.
-
-    Raises `EppError` if the tokens contradict the boundaries: numbers of sequences before each document, and of all.
-    """
-    if fault := _contradiction(lengths, boundaries):
+    """Number of tokens before each boundary of sequences, and of all. Raises `EppError` if documents contradict them."""
+    fault, last = "", boundaries[-1]
+    if len(negative := np.flatnonzero(lengths < 0)):
+        fault = f"sequence {negative[0]} has {lengths[negative[0]]} tokens"
+    elif len(falls := np.flatnonzero(boundaries[1:] < boundaries[:-1])):
+        start, end = boundaries[falls[0] : falls[0] + 2]
+        fault = f"document {falls[0]} begins at sequence {start} and ends before sequence {end}"
+    elif boundaries[0] != 0:
+        fault = f"document 0 begins at sequence {boundaries[0]}"
+    elif last != len(lengths):
+        fault = f"document {len(boundaries) - 2} ends before sequence {last}, and there are {len(lengths)} sequences"
+    if fault:
         raise EppError(f"{path} contradicts itself: {fault}; {REMAKE}")
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-
-
-def _contradiction(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> str:
-    if len(negative := np.flatnonzero(lengths < 0)):
-        return f"sequence {negative[0]} has {lengths[negative[0]]} tokens"
-    if len(falls := np.flatnonzero(boundaries[1:] < boundaries[:-1])):
-        first = falls[0]
-        return f"document {first} begins at sequence {boundaries[first]} and ends before sequence {boundaries[first + 1]}"
-    if boundaries[0] != 0:
-        return f"document 0 begins at sequence {boundaries[0]}"
-    if boundaries[-1] != len(lengths):
-        return f"document {len(boundaries) - 2} ends before sequence {boundaries[-1]}, and there are {len(lengths)} sequences"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +191,6 @@ def open_mask(prefix: str, num_tokens: int, mmap: bool = True) -> TokenMask | No
 
 
 PARTS = 16  # most parts of a sequence that are counted by themselves, since an answer may be in its last slices only
-
-
 _BLOCK_TOKENS = 1 << 20  # tokens of documents whose mask is read at once, unless one document has more
 
 
@@ -212,13 +204,7 @@ class TrainedLabels(NamedTuple):
 def trained_labels(
     read: Callable[[int, int], Mask], first: int, num_tokens: Index, limit: int | None = None
 ) -> Iterator[TrainedLabels]:
-    """Yield the trained labels of consecutive documents of these tokens each, truncated to `limit` positions, for blocks of
-    them.
-
-    Args:
-        read: returns the mask of tokens from one to before another of a pair.
-        first: number of the pair's tokens before the first document.
-    """
+    """Yield trained labels of documents, of tokens behind `first`, cut to `limit` positions, by blocks of masks."""
     ends = np.cumsum(num_tokens, dtype=np.int64)
     document = 0
     while document < len(ends):
@@ -236,11 +222,8 @@ def trained_labels(
 
 def any_trained(dataset: SequenceDataset, indices: Sequence[int]) -> bool:
     """Return True if some token of sequences is trained; their masks are read up to the first that has one."""
-    for index in indices:
-        mask = dataset.trained(index, 1, int(dataset.lengths[index]) + 1)
-        if mask is None or mask.any():
-            return True
-    return False
+    masks = (dataset.trained(index, 1, int(dataset.lengths[index]) + 1) for index in indices)
+    return any(mask is None or mask.any() for mask in masks)
 
 
 def trained_parts(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[TrainedParts, ...]:

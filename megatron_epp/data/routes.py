@@ -61,9 +61,8 @@ def read_routes(
     routes = routes[:num_inputs] if routes.shape[1] == len(routing.layers) else routes[:num_inputs, list(routing.layers)]
     for token, number, at in np.argwhere((routes < 0) | (routes >= routing.experts))[:1]:
         where = f"for token {token} in layer {routing.layers[number]} (both from 0)"
-        raise EppError(
-            f"{what}: {ROUTES} has expert {routes[token, number, at]} {where}; there are experts 0 to {routing.experts - 1}"
-        )
+        known = f"there are experts 0 to {routing.experts - 1}"
+        raise EppError(f"{what}: {ROUTES} has expert {routes[token, number, at]} {where}; {known}")
     ascending = np.sort(routes.astype(np.int16), axis=2)
     for token, number, at in np.argwhere(ascending[..., 1:] == ascending[..., :-1])[:1]:  # dispatchers count on different ones
         where = f"for token {token} in layer {routing.layers[number]} (both from 0)"
@@ -74,10 +73,7 @@ def read_routes(
 def routes_of_chunk(
     dataset: Any, indices: Sequence[int], segments: Sequence[Segment], num_tokens: int, asked: Routing
 ) -> torch.Tensor:
-    """Return the routes of segments in the layers that are asked for, int16 ``[layers, per_token, num_tokens]``.
-
-    `indices` are the batch's sequences in the dataset, `Samples` with routes; padding has the routes of some experts.
-    """
+    """Return the routes of segments in some layers, int16 ``[layers, per_token, num_tokens]``; any experts for padding."""
     routes = np.empty((len(asked.layers), asked.per_token, num_tokens), dtype=np.int16)
     routes[:] = np.arange(asked.per_token)[:, None]  # dispatchers count on as many experts for padding
     at = 0

@@ -89,11 +89,9 @@ def load_record(prefix: str) -> TokenRecord | None:
         with naming_file(path):
             return _FORMAT.parse(TokenRecord, read_text(path), "the record")
     except EppError as error:
-        reason = error.message.removeprefix(f"{path}: ")
-        raise EppError(
-            f"{path} does not say which tokenizer made {prefix}.bin ({reason}); make the pair again with `megatron-epp "
-            "prepare`, or remove that file"
-        ) from error
+        reason, todo = error.message.removeprefix(f"{path}: "), "make the pair again with `megatron-epp prepare`"
+        why = f"{path} does not say which tokenizer made {prefix}.bin ({reason})"
+        raise EppError(f"{why}; {todo}, or remove that file") from error
 
 
 def _printable(value: Any) -> str:
@@ -103,16 +101,14 @@ def _printable(value: Any) -> str:
     return str(value)
 
 
-_FORMAT = FileFormat(
-    "record", "megatron-epp/tokenizer", 1, Codec({str: _printable}, least={"vocab_size": 1}, least_of_others=0)
-)
+_CODEC = Codec({str: _printable}, least={"vocab_size": 1}, least_of_others=0)
+_FORMAT = FileFormat("record", "megatron-epp/tokenizer", 1, _CODEC)
 
 
 def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_eod: bool = False) -> None:
     """Raise `EppError` if tokens are not from a run's tokenizer, or with `masks_eod`, its ends of documents are others.
 
-    Two tokenizers are the same if they make the same ids of a text, whatever the names and paths of their models. Tokens that
-    are bytes, or were ids before, are compatible with a ``NullTokenizer`` of any vocabulary that includes them.
+    Tokenizers are the same if they make the same ids of a text; ids and bytes fit a ``NullTokenizer`` that includes them.
     """
     tokenizer = record.tokenizer
     same = tokenizer.digest == run.digest and (tokenizer.digest is not None or tokenizer.kind == run.kind)
@@ -163,10 +159,8 @@ def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:
 def identity_of(tokenizer: Any, options: Any) -> Tokenizer:
     """Return the properties by which tokenizers differ; options are a ``TokenizerConfig`` or parsed arguments."""
     try:
-        eod = tokenizer.eod
+        eod = None if tokenizer.eod is None or tokenizer.eod < 0 else tokenizer.eod
     except (AttributeError, NotImplementedError):
-        eod = None
-    if eod is not None and eod < 0:
         eod = None
     model = getattr(options, "tokenizer_model", None) or getattr(options, "vocab_file", None)
     vocab_size = max(tokenizer.vocab_size, 1 + (eod or 0))

@@ -86,9 +86,8 @@ class ClippedRatio:
     def __post_init__(self) -> None:
         if self.kl is not None and self.kl not in KL:
             raise EppError(f"kl is {self.kl!r}; it must be one of {', '.join(KL)}, or None")
-        check_settings(
-            self, at_least={"clip_low": 0, "clip_high": 0}, above={"clip_negative": 1, "temperature": 0, "constant": 0}
-        )
+        above = {"clip_negative": 1, "temperature": 0, "constant": 0}
+        check_settings(self, at_least={"clip_low": 0, "clip_high": 0}, above=above)
 
     @property
     def columns(self) -> tuple[str, ...]:

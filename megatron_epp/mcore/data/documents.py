@@ -1,7 +1,4 @@
-"""Iterators of global batches for Megatron's training loop, built from its data flags, and the check that a resume keeps them.
-
-They need ``--dataloader-type external``, with which Megatron passes the provider's objects on to the schedule.
-"""
+"""Iterators of global batches for Megatron's loop (``--dataloader-type external``), and the check that a resume keeps them."""
 
 from __future__ import annotations
 
@@ -24,12 +21,8 @@ Shuffled = tuple[SequenceDataset, bool]
 
 SPLITS = ("train", "valid", "test")
 _HERE = "megatron_epp.mcore.data."
-SOURCES = {
-    "split": f"{_HERE}document_splits",
-    "truncate": f"{_HERE}document_splits",
-    "stream": f"{_HERE}stream",
-    "samples": f"{_HERE}sample_files",
-}
+SOURCES = {"stream": f"{_HERE}stream", "samples": f"{_HERE}sample_files"}
+SOURCES |= dict.fromkeys(("split", "truncate"), f"{_HERE}document_splits")
 """Modules that read what a run trains on, by ``--epp-documents``; with ``--epp-samples`` that of samples.
 
 `build` returns the splits, given flags, `num_samples`, tokenizer and `train_tokens` of `build_splits`; `check_files` raises
@@ -87,12 +80,7 @@ def build_document_iterators(
 def build_splits(
     args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, train_tokens: int = 0
 ) -> list[Shuffled | None]:
-    """Build the train, validation and test datasets, each with a flag: True if it is to be shuffled every epoch.
-
-    Args:
-        num_samples: numbers of sequences that train, validation and test will draw.
-        train_tokens: positions that training will draw at most, if its batches are of a number of tokens.
-    """
+    """Build the datasets, each with True if it is shuffled, for so many sequences, or at most `train_tokens` positions."""
     splits: list[Shuffled | None] = resolve_name(f"{_source(args)}:build")(args, num_samples, tokenizer, train_tokens)
     return splits
 
@@ -129,25 +117,17 @@ def check_record(args: Namespace, prefix: str) -> None:
 
 
 def check_order(then: Namespace, now: Namespace) -> None:
-    """Compare the arguments that determine the order of sequences, unless the checkpoint is of a run without `--epp`.
-
-    Changes that only reorder the sequences cause a warning. Raises `EppError` if the sequences differ, so that the checkpoint's
-    count of sequences trained on has no meaning in this run.
-    """
+    """Compare the order of sequences with a checkpoint's: others raise `EppError`, the same in another order are warned of."""
     if not getattr(then, "epp", False):
         return
-    before = then.epp_documents
-    if before != now.epp_documents:
+    if (before := then.epp_documents) != now.epp_documents:
         raise EppError(
             f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "
             f"sequences is of others. Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
         )
-    names = ["seed", "split", *(["seq_length"] if before != "truncate" else [])]
-    changed = [
-        f"{flag_of(name)} was {getattr(then, name)} and is {getattr(now, name)}"
-        for name in names
-        if hasattr(then, name) and getattr(then, name) != getattr(now, name)
-    ]
+    names = ["seed", "split", *["seq_length"] * (before != "truncate")]
+    other = [name for name in names if hasattr(then, name) and getattr(then, name) != getattr(now, name)]
+    changed = [f"{flag_of(name)} was {getattr(then, name)} and is {getattr(now, name)}" for name in other]
     if changed and now.rank == 0:
         logger.warning(
             "%s: sequences come in another order than in the run that saved this checkpoint, so until the epoch ends some come "
@@ -162,16 +142,13 @@ def blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
     try:
         blend, blend_per_split = get_blend_and_blend_per_split(args)
     except (AssertionError, KeyError, ValueError, OSError) as error:
-        raise EppError(
-            f"the data paths cannot be read ({type(error).__name__}: {error}); give prefixes, or weight and prefix in turn"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise EppError(f"the data paths cannot be read ({why}); give prefixes, or weight and prefix in turn") from error
     if blend_per_split is not None:
         blend_per_split = [own if own and own[0] else None for own in blend_per_split]
     if not (blend and blend[0]) and not (blend_per_split and any(blend_per_split)):
-        raise EppError(
-            "there are no documents to train on; pass --data-path with the prefix of a .bin/.idx pair"
-            " (`megatron-epp prepare` makes one from text files or JSONL)"
-        )
+        how = "`megatron-epp prepare` makes one from text files or JSONL"
+        raise EppError(f"there are no documents to train on; pass --data-path with the prefix of a .bin/.idx pair ({how})")
     return blend, blend_per_split
 
 

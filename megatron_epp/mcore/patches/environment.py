@@ -64,15 +64,15 @@ def _missing() -> frozenset[str]:
 
 
 def ask_for_installed(args: Namespace) -> None:
-    """Change flags that ask for kernels which are not installed, and name them in one warning.
-
-    Layers of the script's own (``--spec``) are left to it, and so is ``transformer_impl`` then. Transformer Engine's layers add
-    weight gradients without Apex.
-    """
+    """Change flags that ask for kernels which are not installed, and name them once; not for layers of ``--spec``."""
     changed = []
+    # Transformer Engine's layers, unless gradients are deferred, which Megatron adds only with Apex
+    is_of_engine = getattr(args, "transformer_impl", None) == "transformer_engine"
+    is_of_engine &= not getattr(args, "defer_embedding_wgrad_compute", False)
+    is_of_engine &= importlib.util.find_spec("transformer_engine") is not None
     for name, module, needs, instead in _KERNELS:
         is_own = name == "transformer_impl" and getattr(args, "spec", None) is not None
-        fuses = name == _FUSION and _is_of_engine(args)
+        fuses = name == _FUSION and is_of_engine
         if module in _missing() and getattr(args, name, None) == needs and not is_own and not fuses:
             setattr(args, name, instead)
             changed.append(f"{name} ({instead})" if instead else name)
@@ -87,13 +87,6 @@ def _without_kernels(original: Callable[..., Any], args: Namespace, *rest: Any, 
     """Ask for no kernels that are not installed."""
     ask_for_installed(args)
     return original(args, *rest, **kwargs)
-
-
-def _is_of_engine(args: Namespace) -> bool:
-    """True if layers are Transformer Engine's, and no gradients are deferred, which Megatron adds only with Apex."""
-    is_used = getattr(args, "transformer_impl", None) == "transformer_engine"
-    is_deferred = getattr(args, "defer_embedding_wgrad_compute", False)
-    return is_used and not is_deferred and importlib.util.find_spec("transformer_engine") is not None
 
 
 def _without_fusion(original: Callable[..., Any], self: Any, *args: Any, config: Any, **kwargs: Any) -> None:

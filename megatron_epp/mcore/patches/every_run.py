@@ -1,8 +1,4 @@
-"""Patches of every run, with or without `--epp`.
-
-Megatron's compiled dataset helpers are used where they exist instead of being compiled at every start. Processes that a rank
-starts, such as Megatron's checkpoint writers, end with it.
-"""
+"""Patches of every run: compiled dataset helpers are not compiled anew, and processes that a rank starts end with it."""
 
 import functools
 import importlib.util

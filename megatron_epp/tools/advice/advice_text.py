@@ -1,7 +1,4 @@
-"""Advice as text, as JSON, as flags to paste, and as a recipe for ``megatron-epp train -c``.
-
-The reasons for which configurations are slower than the best are in words with numbers.
-"""
+"""Advice as text with reasons, as JSON, as flags to paste, and as a recipe for ``megatron-epp train -c``."""
 
 from __future__ import annotations
 
@@ -142,12 +139,17 @@ _NOT_SUBTRACTED = (
 
 def as_text(advice: Advice, show: int, everything: bool) -> str:
     best, question = advice.best[0], advice.question
+    node, lengths = question.cluster.devices_per_node, question.lengths
+    cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
+    nodes = f", nodes of {node}" if question.devices > node else ""
+    devices = f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}"
+    batch = f"A batch of {len(lengths):,} sequences, {question.tokens:,} tokens, of up to {max(lengths):,} tokens"
     products = f"in FP8 ({name})" if (name := recipe_of(question.flags)) else "in the type of the weights, not in FP8"
     others = [(entry.config.name, why_slower(question, entry, best)) for entry in (*advice.best[1:], *advice.slower)]
     unfit = [(misfit.name, misfit.why) for misfit in advice.refused if misfit.config is not None]
     ruled_out = [(misfit.name, misfit.why) for misfit in advice.refused if misfit.config is None]
     parts = [
-        _wrapped(_asked(question)),
+        _wrapped(f"{devices}. {batch}; one of {question.context:,} fits too."),
         f"{1 + len(others)} configurations fit, {len(advice.best)} of them were planned as training would plan them; "
         f"{len(unfit)} do not fit.",
         "\n".join(_table(advice, show)),
@@ -165,16 +167,6 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
 
 def _wrapped(text: str) -> str:
     return "\n".join(textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
-
-
-def _asked(question: Question) -> str:
-    node, lengths = question.cluster.devices_per_node, question.lengths
-    nodes = f", nodes of {node}" if question.devices > node else ""
-    cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
-    return (
-        f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}. A batch of {len(lengths):,} sequences, "
-        f"{question.tokens:,} tokens, of up to {max(lengths):,} tokens; one of {question.context:,} fits too."
-    )
 
 
 def _table(advice: Advice, show: int) -> list[str]:

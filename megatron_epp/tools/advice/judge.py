@@ -143,10 +143,7 @@ def exactly(question: Question, config: Configuration) -> Judged:
 def choices_of(
     question: Question, config: Configuration, shares: Sequence[Share], layouts: Iterable[Layout] = ()
 ) -> StockChoices:
-    """Return what Megatron's own 1F1B may have at the parallel sizes of a configuration, and at more layouts if given.
-
-    This favours 1F1B: the batch is also divided by work, and replicas that share experts do not wait for each other's rows.
-    """
+    """Return what Megatron's own 1F1B may have, in its favour: replicas that share experts do not wait for others' rows."""
     layers = even_layers(int(question.flags["num_layers"]), config.pipeline)
     even = Layout.of_layers(layers, Placement("looped", config.pipeline, 1))
     config = config.with_layout(even)

@@ -386,7 +386,7 @@ class LayerSizes:
     @property
     def largest_layer_weight(self) -> float:
         """Parameters of the largest weight matrix of a layer on one rank: into the MLP or an expert, or into attention."""
-        into_mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_mlp else 1)
+        into_mlp = self.hidden_size * self.ffn_hidden_size * (self._gates - 1)
         sharing = self.ranks_of_an_expert if self.num_experts else self.tensor_parallel
         return max(into_mlp / sharing, self.widest_projection / self.tensor_parallel)
 

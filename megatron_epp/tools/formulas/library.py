@@ -1,8 +1,4 @@
-"""Models and clusters as YAML files, by path or by the name of one that ships with the package.
-
-A model file holds Megatron's own flags under ``megatron:``, or is the ``config.json`` of a Hugging Face model; a cluster file
-holds `Rates` and the memory of a device.
-"""
+"""Models, as Megatron's flags or ``config.json``, and clusters, as `Rates`, in YAML, by path or the name of a shipped file."""
 
 from __future__ import annotations
 
@@ -58,10 +54,7 @@ class Cluster:
 
 
 def load_flags(name: str) -> dict[str, Any]:
-    """Megatron's flags of a shipped model, a YAML file, a Hugging Face ``config.json``, or its folder, with underscores.
-
-    Raises `EppError` if there is no such file, or it does not describe a model.
-    """
+    """Megatron's flags of a shipped model, a YAML file, or a Hugging Face ``config.json`` or its folder. Raises `EppError`."""
     path = _path_of(name)
     if path.suffix == ".json":
         from megatron_epp.tools.formulas.huggingface import flags_of_config  # a training reads none
@@ -142,10 +135,7 @@ def _learnt(text: str) -> PipelineCosts:
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:
-    """Shape of the model that Megatron's flags describe, with Megatron's defaults; other flags are ignored.
-
-    Raises `EppError` if a flag that makes a shape is missing or is not a whole number.
-    """
+    """Shape of the model that Megatron's flags describe, with its defaults. Raises `EppError` for a wrong or missing flag."""
 
     def whole(name: str, default: int | None = None) -> int:
         return _whole(flags, name, default)
@@ -232,10 +222,7 @@ def _is_on(flags: dict[str, Any], name: str, switch: str) -> bool:
 
 
 def _router_bytes(flags: dict[str, Any], experts: int, chosen: int) -> float:
-    """Bytes that a router keeps of a token, scores in fp32 and positions in 8 bytes, and of the permutation of its copies.
-
-    A loss that balances experts has scores and choices of its own.
-    """
+    """Bytes of a token for scores in fp32, positions in 8 bytes and its copies' permutation, and for a balancing loss."""
     is_sigmoid = flags.get("moe_router_score_function") == "sigmoid"
     scored = 4 * experts + 4 * (chosen > 1) if is_sigmoid else 0
     num_bytes = 12 * chosen + scored
@@ -373,10 +360,9 @@ def balanced_layers(
     *,
     shards_vocabulary: bool = False,
 ) -> tuple[int, ...]:
-    """Layers of each stage that level the ranks' times: with a large vocabulary fewer layers on the last stage, or its rank.
+    """Layers of each stage that level the ranks' times: with a large vocabulary fewer on the last stage, or its rank.
 
-    Longer sequences make a layer take longer, and the vocabulary's work stays. Without lengths attention takes no time, without
-    `rank_of` every rank has one stage. Raises `EppError` if there are more stages than layers.
+    Without lengths attention takes no time, without `rank_of` every rank has one stage. Raises `EppError` for too many stages.
     """
     even_layers(num_layers, num_stages)
     pairs = pairs_per_token(lengths)

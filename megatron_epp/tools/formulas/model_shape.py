@@ -73,10 +73,7 @@ class ModelShape(LayerSizes):
 
     @property
     def _attention_rest_bytes_per_token(self) -> float:
-        """Bytes that attention keeps besides `_attended_width` and latents: what its norms read, statistics, angles, a gate.
-
-        A norm of residual width counts with the layer. Keys of one head may be on several ranks.
-        """
+        """Bytes that attention keeps besides: what norms read, statistics, angles, a gate; ranks may share keys."""
         values, statistics = 0, 0
         key_heads = self.kv_heads_per_tensor_rank * self.tensor_parallel
         if self.qk_norm and self.latent_rank is not None:
@@ -223,20 +220,13 @@ class ModelShape(LayerSizes):
 
     @property
     def attention_exchanges(self) -> tuple[Exchange, ...]:
-        """Exchanges of attention and its projections.
-
-        Tensor-parallel ranks, neighbours, reduce the residual stream. Context-parallel ones send queries, keys, values and the
-        output to the ranks of their heads.
-        """
+        """Exchanges of attention: of tensor-parallel neighbours' residual stream, and over context-parallel ranks by heads."""
         heads = (1 - 1 / self.context_parallel) * (self._attended_width * self.bytes_per_value / self.ranks)
         return self._reduced, Exchange(heads, self.context_parallel, self.tensor_parallel)
 
     @property
     def mlp_exchanges(self) -> tuple[Exchange, ...]:
-        """Exchanges of the MLP, which reduces the residual stream as the expert of all tokens does, or of the experts.
-
-        A token's copies go to their experts' ranks and back; where several share an expert, each gathers the copies of all.
-        """
+        """Exchanges of the MLP's residual stream, or of experts' copies, which several ranks of an expert gather."""
         if self.num_experts is None:
             return (self._reduced,)
         sharing, copies, limit = self.ranks_of_an_expert, self._copied_bytes_per_token, (self.expert_groups, self.chosen_groups)

@@ -18,10 +18,9 @@ from megatron_epp.tools.formulas.profile import ModelPart, Profile, mlp_of
 def fit_profile(
     points: Mapping[str, Sequence[Point]], shape: ModelShape, rates: Rates, name: str, origin: dict[str, Any]
 ) -> Profile:
-    """Build a profile from points by kind (`megatron_epp.tools.machine.profiling.measure`, and ``message``).
+    """Build a profile from points by kind of `machine.profiling.measure`, and ``message``; `origin` takes these and residuals.
 
-    Memory and the exchange between ranks that share a layer follow formulas, and so do the link between stages and the host
-    copy if they were not measured. To `origin` points, residuals and what was not measured are added.
+    Memory, the exchange between ranks that share a layer, and links that were not measured follow formulas.
     """
     fits = {kind: fit_line(some, pairs=kind.startswith("attention")) for kind, some in points.items()}
     lines = {kind: fit.line for kind, fit in fits.items()}
@@ -30,35 +29,20 @@ def fit_profile(
     # Of the times without core attention, attention's projections have the share of their parameters.
     share = shape.attention_parameters / shape.parameters_per_token
     attention = _timed(formula.attention, share, exchange_line(shape.attention_exchanges, rates), lines)
-    profile = replace(
-        formula,
-        name=name,
-        attention=attention,
-        dense_layer=_dense_layer(formula, attention),
-        layer=replace(
-            _timed(formula.layer, 1.0, exchange, lines),
-            recompute={
-                name: replace(mode, again=_again(name, shape, rates, lines["linear forward"], lines["attention forward"]))
-                for name, mode in formula.layer.recompute.items()
-            },
-        ),
-        embedding=replace(formula.embedding, forward=lines["embedding forward"], backward=lines["embedding backward"]),
-        head=replace(
-            formula.head,
-            forward=lines["loss forward"],
-            backward=lines["loss backward"],
-            weight=LinearTime() if shape.loss_block_tokens else lines["loss weight"].within(lines["loss backward"]),
-        ),
-    )
+    layer, alone = _timed(formula.layer, 1.0, exchange, lines), (lines["linear forward"], lines["attention forward"])
+    modes = formula.layer.recompute.items()
+    layer = replace(layer, recompute={kind: replace(mode, again=_again(kind, shape, rates, *alone)) for kind, mode in modes})
+    embedding = replace(formula.embedding, forward=lines["embedding forward"], backward=lines["embedding backward"])
+    weight = LinearTime() if shape.loss_block_tokens else lines["loss weight"].within(lines["loss backward"])
+    head = replace(formula.head, forward=lines["loss forward"], backward=lines["loss backward"], weight=weight)
+    dense = _dense_layer(formula, attention)
+    profile = replace(formula, name=name, attention=attention, dense_layer=dense, layer=layer, embedding=embedding, head=head)
     if link := lines.get("message"):
         profile = replace(profile, message_latency_us=link.fixed_us, message_us_per_byte=link.per_token_us)
     if host := lines.get("host copy"):
         profile = replace(profile, host_latency_us=host.fixed_us, host_us_per_byte=host.per_token_us)
-    by_formula = [
-        "memory",
-        *["layers without experts"] * bool(profile.dense_layers),
-        *(kind for kind in ("message", "host copy") if kind not in fits),
-    ]
+    by_formula = ["memory", *["layers without experts"] * bool(profile.dense_layers)]
+    by_formula += [kind for kind in ("message", "host copy") if kind not in fits]
     figures = {
         "by_formula": [*by_formula, *["exchange between ranks"] * bool(exchange.per_token_us)],
         "residuals": {kind: fit.residuals() for kind, fit in fits.items()},

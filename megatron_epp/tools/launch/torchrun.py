@@ -1,11 +1,8 @@
 """torchrun that ends with the reason if one of its processes fails: its refusal, or the file with its output.
 
 Temporary files are in a folder that it removes at its end, and segments of GPU memory expand unless the environment says
-otherwise. `python -m megatron_epp.tools.launch.torchrun` takes what torchrun takes.
-
-With `LOG_VARIABLE` all output goes to a file, and its short form to the terminal: Megatron prints about a thousand lines before
-the first iteration. This package's lines are passed on, lines about iterations and checkpoints, warnings and errors; on a
-failure the end of the file.
+otherwise. With `LOG_VARIABLE` all output goes to a file, and of Megatron's thousand lines before the first iteration only this
+package's, warnings and errors to the terminal, with iterations and checkpoints; on a failure the end of the file.
 """
 
 from __future__ import annotations

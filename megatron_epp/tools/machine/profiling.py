@@ -66,9 +66,8 @@ def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[
                 for name, point in measurer(*arguments):
                     rounds = times_us.setdefault(f"{kind} {name}", {}).setdefault((point.tokens, point.pairs), [])
                     rounds.append(point.time_us)
-    points = {
-        kind: [Point(*where, statistics.median(rounds)) for where, rounds in some.items()] for kind, some in times_us.items()
-    }
+    kinds = times_us.items()
+    points = {kind: [Point(*at, statistics.median(rounds)) for at, rounds in some.items()] for kind, some in kinds}
     note("host copy")
     return points | {"host copy": time_host_copies(device, grid.copy_bytes)}
 

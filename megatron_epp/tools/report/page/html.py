@@ -61,13 +61,9 @@ def plan_columns(shown: Shown) -> PageColumns:
     """Return all that a page shows of a plan and a run. Raises `PlanError` for a deadlock, or a run of another plan."""
     plan = shown.plan
     timeline, graph = simulate(plan), build_graph(plan)
-    return {
-        "name": shown.name,
-        "digest": digest(plan)[:12],
-        "headline": headline(plan),
-        "recompute_share": recompute_share(plan),
-        "calibrated": is_calibrated(plan),
-        "num_ranks": plan.num_ranks,
+    about: PageColumns = {"name": shown.name, "digest": digest(plan)[:12], "headline": headline(plan)}
+    about |= {"recompute_share": recompute_share(plan), "calibrated": is_calibrated(plan), "num_ranks": plan.num_ranks}
+    return about | {
         "stages": [plan.stages_of(rank) for rank in range(plan.num_ranks)],
         "lengths": plan.lengths,
         "chunks": {
@@ -197,10 +193,7 @@ def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
 
 
 def item_columns(breakdown: MemoryBreakdown) -> PageColumns:
-    """Columns with the memory of every rank by item, with the colours of pictures.
-
-    `changes` has three numbers per changed item: of the moment in `time_us`, of the item, and the bytes that are added.
-    """
+    """Columns with the memory of every rank by item; `changes` has the moment, the item and the added bytes of each change."""
     colours = item_colours(breakdown)
     index = {name: number for number, name in enumerate(colours)}
     ranks = []
