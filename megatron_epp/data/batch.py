@@ -105,11 +105,7 @@ class ChunkSpan:
 
 
 class InputArrays(NamedTuple):
-    """Inputs of a caller's function for all tokens of a chunk, whatever ranks share them: CPU tensors, and its spans.
-
-    Tokens and positions are int64, as in `ChunkArrays`; each column is float32 ``[padded tokens]`` or ``[padded tokens,
-    width]``, in the order of their names, 0 in padding.
-    """
+    """Inputs of a caller's function for a chunk, CPU tensors: int64 tokens and positions, float32 columns, 0 in padding."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
@@ -127,11 +123,7 @@ OF_TOKENS = InputColumns()  # tokens and their places alone
 
 
 class LossColumns(NamedTuple):
-    """Names of the columns that a loss reads, and how it averages; see `losses.Loss`.
-
-    `widths` has the widths of columns that have several values for every token. `group_problem` says what is wrong with a
-    group, given the columns of its samples; nothing if it is right.
-    """
+    """Names of the columns that a loss reads, and how it averages; see `losses.Loss` for `widths` and `group_problem`."""
 
     names: tuple[str, ...]
     average: Average

@@ -73,11 +73,9 @@ class ChatCounts:
             yield f"{self.num_ended:,} {total} are last and end without a stop token: {added}"
         if self.open:
             ends = ", ".join(f"{text!r}" for text, _ in self.open.most_common(_MOST_ENDS))
-            yield (
-                f"{self.open.total():,} {total} end without a stop token (their last tokens: {ends}), so the model does not "
-                "learn to stop: give a chat template that ends answers with a special token of the tokenizer, or make its "
-                "end one"
-            )
+            what = f"end without a stop token (their last tokens: {ends}), so the model does not learn to stop"
+            todo = "give a chat template that ends answers with a special token of the tokenizer, or make its end one"
+            yield f"{self.open.total():,} {total} {what}: {todo}"
         if self.num_headers:
             why = "it is not trained, for generation gives it to the model"
             yield f"{self.num_headers:,} {total} have their header, or some of it, inside {{% generation %}}: {why}"
@@ -285,10 +283,9 @@ class _Chat:
             return len(ids) if number else 0
         if not self._goes_on(number, count):
             of_first, roles = f"{number} of {len(self.messages)} messages", ", ".join(self.encoder.roles)
-            raise EppError(
-                f"the chat template is not incremental: its text of the first {of_first} is not the beginning of its text of "
-                f"the first {count}, so messages of {roles} cannot be told from others; train on the assistant alone"
-            )
+            why = f"its text of the first {of_first} is not the beginning of its text of the first {count}"
+            so = f"so messages of {roles} cannot be told from others; train on the assistant alone"
+            raise EppError(f"the chat template is not incremental: {why}, {so}")
         return _num_common(self._up_to(number), ids)
 
     def _goes_on(self, number: int, count: int) -> bool:

@@ -49,11 +49,9 @@ class Fields:
             why = "the chat template takes text alone: their texts are joined"
             yield f"{self.num_joined:,} messages have a list of parts as content, and {why}"
         if self.num_empty:
-            yield (
-                f"{self.num_empty:,} messages of {', '.join(roles)} are trained as empty ones: the chat template renders "
-                "nothing of them but what it puts around every message. Leave them out, or give a template that renders their "
-                "fields"
-            )
+            why = "the chat template renders nothing of them but what it puts around every message"
+            todo = "Leave them out, or give a template that renders their fields"
+            yield f"{self.num_empty:,} messages of {', '.join(roles)} are trained as empty ones: {why}. {todo}"
         if self.num_null:
             what = 'the chat template makes text of it (as a rule the word None): give "" instead'
             yield f"{self.num_null:,} messages have null as content, and {what}"

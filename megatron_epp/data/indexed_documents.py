@@ -160,11 +160,9 @@ class TokenMask:
         self._arguments = prefix, num_tokens, mmap
         num_bytes = os.path.getsize(self.path)
         if num_bytes != num_tokens:
-            raise EppError(
-                f"{self.path} has {num_bytes:,} bytes and {prefix}.bin has {num_tokens:,} tokens, and a mask has one byte per"
-                " token: it is of another pair, or incomplete; make both again with `megatron-epp prepare`, or remove"
-                " the mask to train on all tokens"
-            )
+            has = f"{num_bytes:,} bytes and {prefix}.bin has {num_tokens:,} tokens, and a mask has one byte per token"
+            todo = "make both again with `megatron-epp prepare`, or remove the mask to train on all tokens"
+            raise EppError(f"{self.path} has {has}: it is of another pair, or incomplete; {todo}")
         self._mapped = np.memmap(self.path, dtype=np.uint8, mode="r") if mmap else None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -178,10 +176,8 @@ class TokenMask:
             mask = np.fromfile(self.path, dtype=np.uint8, count=end - start, offset=start)
         if len(mask) and mask.max() > 1:
             at = int(np.argmax(mask > 1))
-            raise EppError(
-                f"{self.path} has {int(mask[at])} for token {start + at:,}, where 1 (trained) or 0 (not) is expected; make it"
-                " again with `megatron-epp prepare`, or remove it to train on all tokens"
-            )
+            what = f"{self.path} has {int(mask[at])} for token {start + at:,}, where 1 (trained) or 0 (not) is expected"
+            raise EppError(f"{what}; make it again with `megatron-epp prepare`, or remove it to train on all tokens")
         return mask
 
 
@@ -205,8 +201,7 @@ def trained_labels(
     read: Callable[[int, int], Mask], first: int, num_tokens: Index, limit: int | None = None
 ) -> Iterator[TrainedLabels]:
     """Yield trained labels of documents, of tokens behind `first`, cut to `limit` positions, by blocks of masks."""
-    ends = np.cumsum(num_tokens, dtype=np.int64)
-    document = 0
+    ends, document = np.cumsum(num_tokens, dtype=np.int64), 0
     while document < len(ends):
         start = int(ends[document - 1]) if document else 0
         after = max(document + 1, int(np.searchsorted(ends, start + _BLOCK_TOKENS, side="right")))

@@ -55,17 +55,11 @@ type _Prepared = tuple[GlobalBatch, int]  # a replica's part of a batch with its
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
-    """Iterator that yields one `GlobalBatch` per iteration, in the sampler's order.
+    """Iterator that yields a `GlobalBatch` per iteration, in the order of a sampler that is the same on all ranks.
 
-    A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, so every rank of a replica must
-    take its batches at the same points. Another thread prepares the next batch while one runs. Errors of planning are raised by
-    all ranks in place of the batch, and again at every later call; errors of preparing a batch by their own rank only.
-
-    Args:
-        sampler: yields the sequence indices of global batches, or indices of the dataset's groups of sequences if it has any;
-            the same on every rank of the job.
-        plans: None yields batches without a plan, divided over replicas by count.
-        depth: number of batches that may wait, at least 1 (one more is being made, and one more has been sent).
+    A thread reads lengths and plans up to `depth` batches ahead; plans are exchanged in `__next__`, so every rank of a replica
+    must take its batches at the same points. Another thread prepares the next batch. Errors of planning are raised by all ranks
+    in place of the batch, and at later calls; errors of preparing by their own. Without `plans` replicas share by count.
     """
 
     def __init__(
@@ -210,10 +204,8 @@ def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSo
     plan, batch = own.plan(), whole.part([at for at in own.share if at < len(whole.indices)])
     if plan.lengths != batch.lengths:
         planned, has = (", ".join(map(str, every[:8])) + ", ..." * (len(every) > 8) for every in (plan.lengths, batch.lengths))
-        raise DisagreementError(
-            f"the plan is for sequences of {planned} tokens but this rank's batch has {has}. All ranks need the same data "
-            "files, seed, sequence length and batch size"
-        )
+        todo = "All ranks need the same data files, seed, sequence length and batch size"
+        raise DisagreementError(f"the plan is for sequences of {planned} tokens but this rank's batch has {has}. {todo}")
     batch = replace(batch, plan=plan, plan_digest=own.plan_digest, planning_us=own.planning_us, peak_items=own.peak_items)
     batch = replace(batch, actions=(actions := own.actions(source.rank)))
     return replace(batch, prepared=source.prepare(batch, actions)), own.division

@@ -38,10 +38,9 @@ def _random(seed: tuple[int, ...]) -> np.random.RandomState:
 
 
 def permuted(indices: np.ndarray, num_sequences: int, *seed: int) -> np.ndarray:
-    """Return entries of a permutation of ``range(num_sequences)`` that depends only on the seed, in no memory but for these.
+    """Return entries of a permutation of ``range(num_sequences)`` by the seed, in no memory but for these.
 
-    A Feistel network permutes the numbers of an even number of bits; entries outside of the range, at least 2, are permuted
-    again until they are inside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    A Feistel network permutes an even number of bits, again while a result is outside of the range (Black and Rogaway, 2002).
     """
     half = np.uint64(-(-(num_sequences - 1).bit_length() // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -65,15 +64,10 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class GlobalBatchSampler(Iterator[tuple[int, ...]]):
-    """Infinite iterator over the sequence indices of global batches.
+    """Infinite iterator over the sequence indices of global batches: epochs, each shuffled or in order, one after the other.
 
-    The global order is epoch 0, epoch 1, ..., each a permutation of all sequences (or, without `shuffle`, dataset order), and
-    every iteration takes the next `global_batch_size` of it, across an epoch's end if necessary. So the whole state is
-    `consumed_samples`, the number of sequences taken over all replicas (Megatron's ``consumed_train_samples``), and a run
-    resumes exactly from it, under any data-parallel size: how a batch is divided is decided elsewhere
-    (`planner.service.replica_balance`).
-
-    Raises `EppError` if there are no sequences, or the batch size is below 1.
+    The whole state is `consumed_samples`, the sequences taken over all replicas (Megatron's ``consumed_train_samples``), from
+    which a run resumes exactly, under any data-parallel size. Raises `EppError` for no sequences, or a batch size below 1.
     """
 
     def __init__(

@@ -72,8 +72,7 @@ class TokenSample:
         least = 1 if asks.has_values else 2
         if tokens.ndim != 1 or len(tokens) < least or not np.issubdtype(tokens.dtype, np.integer):
             raise EppError(f"{what}: {TOKENS} must be a list of at least {least} integer{'s' * (least > 1)}")
-        trained = record.get(TRAINED)
-        columns = {}
+        trained, columns = record.get(TRAINED), {}
         for name in asks.names:
             if name not in record:
                 raise EppError(f"{what} has no {name}, which the loss reads; it has {', '.join(record)}")
@@ -254,10 +253,9 @@ def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
     if not 0 <= work < math.inf:
         raise EppError(f"{what}: work is {work}; it is the number of tokens that takes as long in one layer")
     if work and "kept" not in fields:
-        raise EppError(
-            f"{what} has work and not what its encoder keeps until its backward: add kept, patches x layers x (width / hidden "
-            "size of the language model) x tensor-parallel ranks x context-parallel ranks, or 0 if the encoder is frozen"
-        )
+        size = "patches x layers x (width / hidden size of the language model)"
+        kept = f"add kept, {size} x tensor-parallel ranks x context-parallel ranks, or 0 if the encoder is frozen"
+        raise EppError(f"{what} has work and not what its encoder keeps until its backward: {kept}")
     if not 0 <= kept_tokens < math.inf:
         raise EppError(f"{what}: kept is {kept_tokens}; it is the number of tokens of which one layer keeps as much")
     return TokenSpan(start, start + tokens, work, kept_tokens)

@@ -115,12 +115,9 @@ def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_e
     if not same or record.max_token >= run.vocab_size:
         raise _refusal(prefix, record, str(run))
     if masks_eod and tokenizer.eod is not None and tokenizer.eod != run.eod:
-        raise EppError(
-            f"documents of {prefix} end with token {tokenizer.eod}, and this run's tokenizer ({run}) ends them with {run.eod}, "
-            "so the loss cannot be masked there",
-            Remedy("drop", "eod_mask_loss"),
-            Remedy("use", value=record.flags),
-        )
+        own = f"this run's tokenizer ({run}) ends them with {run.eod}, so the loss cannot be masked there"
+        remedies = Remedy("drop", "eod_mask_loss"), Remedy("use", value=record.flags)
+        raise EppError(f"documents of {prefix} end with token {tokenizer.eod}, and {own}", *remedies)
 
 
 def check_kind(prefix: str, record: TokenRecord, kind: str, model: str | None) -> None:
@@ -139,11 +136,10 @@ def _refusal(prefix: str, record: TokenRecord, named: str) -> EppError:
 def check_ids(prefix: str, ids: np.ndarray, vocab_size: int, first: int = 0) -> None:
     if len(ids) and not (ids.max() < vocab_size and (ids.dtype.kind == "u" or ids.min() >= 0)):
         at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
-        raise EppError(
-            f"{prefix} has token {int(ids[at]):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}: "
-            f"these are the tokens of another tokenizer (after {first + at:,} tokens of {prefix}.bin)",
-            *(Remedy("change", setting) for setting in ("tokenizer_type", "tokenizer_model", "vocab_size")),
-        )
+        what = f"{prefix} has token {int(ids[at]):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}"
+        why = f"these are the tokens of another tokenizer (after {first + at:,} tokens of {prefix}.bin)"
+        settings = "tokenizer_type", "tokenizer_model", "vocab_size"
+        raise EppError(f"{what}: {why}", *(Remedy("change", setting) for setting in settings))
 
 
 def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:

@@ -62,12 +62,10 @@ def tell_saved_optimizer(args: argparse.Namespace) -> None:
         todo = "--dist-ckpt-optim-fully-reshardable keeps it for every layout"
         logger.info("--save keeps optimizer state in a form that loads %s: %s", form, todo)
     elif args.overlap_grad_reduce and not saves_several_buckets_resharded():
-        logger.warning(
-            "megatron-core %s saves wrong optimizer state for --dist-ckpt-optim-fully-reshardable where --overlap-grad-reduce "
-            "divides gradients into several buckets (NVIDIA/Megatron-LM pull request 5077): leave one of them out, or add "
-            "--ddp-num-buckets 1",
-            installed_version(),
-        )
+        where = "where --overlap-grad-reduce divides gradients into several buckets (NVIDIA/Megatron-LM pull request 5077)"
+        what = "saves wrong optimizer state for --dist-ckpt-optim-fully-reshardable"
+        todo = "leave one of them out, or add --ddp-num-buckets 1"
+        logger.warning("megatron-core %s %s %s: %s", installed_version(), what, where, todo)
 
 
 def tell_unknown_optimizer(args: argparse.Namespace) -> None:

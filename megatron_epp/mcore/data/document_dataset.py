@@ -43,8 +43,7 @@ class DocumentFile:
     def __init__(self, prefix: str, mmap: bool = True) -> None:
         self.prefix = prefix
         check_pair(prefix)
-        item_bytes = _item_bytes(f"{prefix}.idx")
-        num_bytes = os.path.getsize(f"{prefix}.bin")
+        item_bytes, num_bytes = _item_bytes(f"{prefix}.idx"), os.path.getsize(f"{prefix}.bin")
         if num_bytes == 0:
             raise EppError(f"{prefix}.bin is empty; {REMAKE}")
         try:
@@ -126,18 +125,15 @@ def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False)
     """Raise `EppError` if tokens of a file are of another tokenizer than the run's, or without record not in the vocabulary."""
     record = load_record(file.prefix)
     if record is not None and (record.num_documents, record.num_tokens) != (len(file), file.total_tokens):
-        _warn(
-            f"{file.prefix}{SUFFIX} is of {record.num_documents:,} documents with {record.num_tokens:,} tokens, and the pair"
-            f" has {len(file):,} with {file.total_tokens:,}: it is of another pair, and is not gone by"
-        )
+        own = f"the pair has {len(file):,} with {file.total_tokens:,}: it is of another pair, and is not gone by"
+        of_record = f"{record.num_documents:,} documents with {record.num_tokens:,} tokens"
+        _warn(f"{file.prefix}{SUFFIX} is of {of_record}, and {own}")
         record = None
     if record is not None:
         check_tokenizer(file.prefix, record, run, masks_eod=masks_eod)
         return
-    _log(
-        f"{file.prefix} has no record of its tokenizer ({SUFFIX}, as `megatron-epp prepare` writes it): its tokens are taken to"
-        f" be made with this run's, {run}"
-    )
+    what = f"{file.prefix} has no record of its tokenizer ({SUFFIX}, as `megatron-epp prepare` writes it)"
+    _log(f"{what}: its tokens are taken to be made with this run's, {run}")
     for document in file.sampled_documents():
         length = min(_SAMPLED_TOKENS, int(file.num_tokens[document]))
         first = int(file.data.document_indices[document])
@@ -159,15 +155,10 @@ _MANY = 0.1  # share of documents that are split above which a warning says so: 
 
 
 class DocumentDataset:
-    """Documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
+    """Documents ``[first, last)`` of one file as sequences of `context_limit` positions at most. Implements `SequenceDataset`.
 
-    Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged. Raises `EppError` as `DocumentFile`
-    does, or if no document has 2 tokens.
-
-    Args:
-        context_limit: the most positions of a sequence (``--seq-length``).
-        long_documents: treatment of longer documents (``--epp-documents``): ``split`` or ``truncate``.
-        vocab_size: of the run's tokenizer; tokens read must be below it. None checks nothing.
+    Those of fewer than 2 tokens are skipped; longer ones are `long_documents`: ``split`` or ``truncate``. Raises `EppError` as
+    `DocumentFile` does, if none has 2 tokens, or a token that is read is not below `vocab_size`.
     """
 
     def __init__(
@@ -190,10 +181,8 @@ class DocumentDataset:
         self.num_skipped = 0 if documents is None else len(num_tokens) - len(documents)
         self.num_long, self.num_left_out = self._sequences.num_long, self._sequences.num_left_out
         if not len(self.lengths):
-            raise EppError(
-                f"all {len(num_tokens)} {name} documents of {self.file.prefix} have fewer than 2 tokens, so there is nothing to"
-                " predict; check how the file was made, or the --split"
-            )
+            what = f"all {len(num_tokens)} {name} documents of {self.file.prefix} have fewer than 2 tokens"
+            raise EppError(f"{what}, so there is nothing to predict; check how the file was made, or the --split")
         self._tell(name, long_documents, num_tokens)
 
     def __len__(self) -> int:
@@ -237,15 +226,11 @@ class DocumentDataset:
         mask, total = f"{self.file.prefix}{MASK_SUFFIX}", self.trained_labels().total
         limit, count = self._sequences.limit, len(self._num_tokens)
         if not total:
-            return (
-                f"{mask} marks no label of {count:,} documents: make it again with `megatron-epp prepare --chat` (see "
-                "--train-on), or remove it to train on all tokens"
-            )
-        return (
-            f"{mask} marks {total:,} labels of {count:,} documents, and --epp-documents truncate cuts all of them off with the "
-            f"{self.num_left_out:,} tokens that {self.num_long:,} documents have beyond --seq-length {limit:,}: raise it, or "
-            "use --epp-documents split"
-        )
+            todo = "make it again with `megatron-epp prepare --chat` (see --train-on), or remove it to train on all tokens"
+            return f"{mask} marks no label of {count:,} documents: {todo}"
+        marks = f"{mask} marks {total:,} labels of {count:,} documents, and --epp-documents truncate cuts all of them off"
+        cut = f"the {self.num_left_out:,} tokens that {self.num_long:,} documents have beyond --seq-length {limit:,}"
+        return f"{marks} with {cut}: raise it, or use --epp-documents split"
 
     def _labels(self) -> Iterator[indexed_documents.TrainedLabels]:
         assert self.file.mask is not None
@@ -264,17 +249,14 @@ class DocumentDataset:
         )
         total = int(num_tokens.sum(dtype=np.int64))
         if long_documents == "split" and self.num_long > _MANY * len(num_tokens):
-            _warn(
-                f"{name} {self.file.prefix}: {self.num_long:,} of {len(num_tokens):,} documents are longer than --seq-length"
-                f" {limit:,} and become several sequences, which do not attend to each other; --seq-length"
-                f" {int(num_tokens.max()) - 1:,} would keep all whole"
-            )
+            longer = f"{self.num_long:,} of {len(num_tokens):,} documents are longer than --seq-length {limit:,}"
+            what = "become several sequences, which do not attend to each other"
+            whole = f"--seq-length {int(num_tokens.max()) - 1:,} would keep all whole"
+            _warn(f"{name} {self.file.prefix}: {longer} and {what}; {whole}")
         if self.num_left_out:
-            _warn(
-                f"{name} {self.file.prefix}: --epp-documents truncate leaves out {self.num_left_out:,} of {total:,} tokens"
-                f" ({self.num_left_out / total:.1%}), what {self.num_long:,} documents have beyond --seq-length {limit:,};"
-                " --epp-documents split trains on all"
-            )
+            left = f"{self.num_left_out:,} of {total:,} tokens ({self.num_left_out / total:.1%})"
+            beyond = f"what {self.num_long:,} documents have beyond --seq-length {limit:,}; --epp-documents split trains on all"
+            _warn(f"{name} {self.file.prefix}: --epp-documents truncate leaves out {left}, {beyond}")
             self._tell_cut(name)
 
     def _tell_cut(self, name: str) -> None:
@@ -283,12 +265,9 @@ class DocumentDataset:
             return
         labels = self.trained_labels()
         if labels.cut:
-            logger.warning(
-                "%s %s: --epp-documents truncate leaves out %s of %s trained tokens (%.1f%%): raise --seq-length %s, or use "
-                "--epp-documents split",
-                *(name, self.file.prefix, f"{labels.cut:,}", f"{labels.total:,}", 100 * labels.cut / labels.total),
-                f"{self._sequences.limit:,}",
-            )
+            cut = f"{labels.cut:,} of {labels.total:,} trained tokens ({100 * labels.cut / labels.total:.1f}%)"
+            todo = f"raise --seq-length {self._sequences.limit:,}, or use --epp-documents split"
+            logger.warning("%s %s: --epp-documents truncate leaves out %s: %s", name, self.file.prefix, cut, todo)
 
 
 class DocumentBlend:

@@ -38,20 +38,12 @@ def build_document_iterators(
     data_parallel_size: int,
     num_samples: Sequence[int],
 ) -> tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]:
-    """Build iterators over the global batches of the train, validation and test documents, for this replica.
+    """Build iterators over the batches of the train, validation and test documents, the same on every rank of the job.
 
-    Every rank of the job builds the same iterators; tokens are read only by ranks that ask a batch for its chunks. The result
-    has None for a split that is not wanted, and for a test split without documents. Raises `EppError` for unusable flags or
-    files, tokens of another tokenizer than the run's, or no documents for training or for a wanted validation.
-
-    Args:
-        args: Megatron's parsed arguments. Training and validation go on exactly from their consumed samples.
-        train_plans, eval_plans: sources of the plans for this replica's part of a batch; None for no plans.
-        num_samples: numbers of sequences that train, validation and test will draw, as Megatron passes them to its dataset
-            providers.
+    None stands for a split that is not wanted, or a test without documents; plans are of this replica, None for none. Training
+    goes on from consumed samples. Raises `EppError` for unusable flags or files, or no documents where they are wanted.
     """
-    tokenizer = identity_of_run(args)
-    batch_tokens = getattr(args, "epp_batch_tokens", None)
+    tokenizer, batch_tokens = identity_of_run(args), getattr(args, "epp_batch_tokens", None)
     # A batch of one sequence for each replica may have more.
     most_tokens = max(batch_tokens, data_parallel_size * args.seq_length) * (args.train_iters or 0) if batch_tokens else 0
     splits = build_splits(args, num_samples, tokenizer, most_tokens)
@@ -70,8 +62,7 @@ def build_document_iterators(
         else:
             size = args.eval_global_batch_size if number else args.global_batch_size
             sampler = GlobalBatchSampler(len(samples_in(dataset)), size, *begin)
-        plans = eval_plans if number else train_plans
-        depth = getattr(args, "epp_lookahead", 2)
+        plans, depth = eval_plans if number else train_plans, getattr(args, "epp_lookahead", 2)
         return PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size)
 
     return iterator(0), iterator(1), iterator(2)
@@ -121,19 +112,15 @@ def check_order(then: Namespace, now: Namespace) -> None:
     if not getattr(then, "epp", False):
         return
     if (before := then.epp_documents) != now.epp_documents:
-        raise EppError(
-            f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "
-            f"sequences is of others. Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
-        )
+        was = f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}"
+        todo = f"Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
+        raise EppError(f"{was}: its count of sequences is of others. {todo}")
     names = ["seed", "split", *["seq_length"] * (before != "truncate")]
     other = [name for name in names if hasattr(then, name) and getattr(then, name) != getattr(now, name)]
     changed = [f"{flag_of(name)} was {getattr(then, name)} and is {getattr(now, name)}" for name in other]
     if changed and now.rank == 0:
-        logger.warning(
-            "%s: sequences come in another order than in the run that saved this checkpoint, so until the epoch ends some come "
-            "again and others do not",
-            ", ".join(changed),
-        )
+        what = "sequences come in another order than in the run that saved this checkpoint"
+        logger.warning("%s: %s, so until the epoch ends some come again and others do not", ", ".join(changed), what)
 
 
 def blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:

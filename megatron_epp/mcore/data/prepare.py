@@ -63,11 +63,9 @@ class Summary:
 
 
 def _lines_of(prefix: str, trained: Trained, num_tokens: int) -> Iterator[str]:
-    yield (
-        f"{prefix}{MASK_SUFFIX}: {trained.num_tokens:,} tokens ({trained.num_tokens / num_tokens:.1%}) are trained, messages of"
-        f" {', '.join(trained.roles)}; conversations without any: {trained.num_documents_without:,} (they take time and train"
-        " nothing)"
-    )
+    share = f"{trained.num_tokens:,} tokens ({trained.num_tokens / num_tokens:.1%})"
+    without = f"conversations without any: {trained.num_documents_without:,} (they take time and train nothing)"
+    yield f"{prefix}{MASK_SUFFIX}: {share} are trained, messages of {', '.join(trained.roles)}; {without}"
     answers = trained.counts
     if answers.num_split:
         yield (

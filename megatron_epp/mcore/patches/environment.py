@@ -1,7 +1,7 @@
-"""Patches for machines without NVIDIA Apex or Transformer Engine, with or without `--epp`, and with or without a GPU.
+"""Patches of every run, and for machines without NVIDIA Apex or Transformer Engine, with or without `--epp` and a GPU.
 
-Torch's counterparts take the place of the kernels that only these provide. Transformer Engine's layers fuse weight gradients by
-themselves; without Apex only Megatron's own layers do not.
+Processes that a rank starts end with it, and dataset helpers that are compiled already are not compiled anew. Without Apex or
+Transformer Engine torch's counterparts run; layers of the latter fuse weight gradients by themselves, Megatron's own do not.
 """
 
 import copy
@@ -9,13 +9,59 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
+import sysconfig
 from argparse import Namespace
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_epp.launch.lifetime import run_until_parent_ends
 from megatron_epp.mcore.patches.patching import Patch, wrapping
+
+_HELPERS = "megatron.core.datasets.helpers_cpp"  # Megatron's compiled dataset helpers
+
+
+@functools.cache
+def of_every_run() -> tuple[Patch, ...]:
+    # The one runs `make`, and ends the process where that fails; `multiprocessing` ends processes only where the rank exits by
+    # itself, and those of one that is killed would stay.
+    has, start = "the compiled helpers are there already", wrapping("multiprocessing.process:BaseProcess.start", _start_ending)
+    target = "megatron.core.datasets.utils:compile_helpers"
+    return (Patch(target, lambda: None, has), start) if _has_dataset_helpers() else (start,)
+
+
+def _has_dataset_helpers() -> bool:
+    """True if Megatron's dataset helpers are compiled already. If only another Megatron on the path has them, load those.
+
+    The wheel ships them without a Makefile. A fresh clone has a Makefile that needs pybind11 and a compiler; where a wheel is
+    installed as well, its helpers serve the clone.
+    """
+    from megatron.core.datasets import utils
+
+    if importlib.util.find_spec(_HELPERS) is not None:
+        return not (Path(utils.__file__).parent / "Makefile").exists()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for folder in sys.path:
+        for path in Path(folder, "megatron/core/datasets").glob(f"helpers_cpp{suffix}"):
+            spec = importlib.util.spec_from_file_location(_HELPERS, path)
+            if spec is not None and spec.loader is not None:
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                sys.modules[_HELPERS] = module
+                return True
+    return False
+
+
+def _start_ending(original: Callable[[BaseProcess], None], self: BaseProcess) -> None:
+    """Let processes of checkpoint writers and data loaders end with the rank that started them, even if it is killed."""
+    if (target := getattr(self, "_target", None)) is not None:
+        self._target = functools.partial(run_until_parent_ends, target)  # type: ignore[attr-defined]
+    original(self)
+
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +123,8 @@ def ask_for_installed(args: Namespace) -> None:
             setattr(args, name, instead)
             changed.append(f"{name} ({instead})" if instead else name)
     if changed and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "NVIDIA Apex or Transformer Engine is not installed, so torch's counterparts run: changed are %s",
-            ", ".join(changed),
-        )
+        why = "NVIDIA Apex or Transformer Engine is not installed, so torch's counterparts run"
+        logger.warning("%s: changed are %s", why, ", ".join(changed))
 
 
 def _without_kernels(original: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any) -> Any:

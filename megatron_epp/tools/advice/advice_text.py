@@ -198,11 +198,10 @@ def _plain_text(advice: Advice) -> str:
         head = f"Megatron's own schedule is {'faster' if is_faster else f'as good (within {TIE:.0%})'}"
     config, stock = plain.config, plain.stock
     shared = " Its replicas are taken not to wait for each other where they share experts, as those of plans do."
-    return (
-        f"{head}: {'interleaved' if config.virtual > 1 else 'plain'} 1F1B at its best has {config.name}, rows of up to "
-        f"{stock.row_tokens:,} tokens and {stock.recompute}: {advice.tokens_per_s(plain.stock.step_us):,.0f} tokens/s, "
-        f"{best_us / plain.stock.step_us:.0%} of the best above." + shared * (len(config.lockstep_groups[0]) > 1)
-    )
+    kind, rows = "interleaved" if config.virtual > 1 else "plain", f"rows of up to {stock.row_tokens:,} tokens"
+    speed = f"{advice.tokens_per_s(stock.step_us):,.0f} tokens/s, {best_us / stock.step_us:.0%} of the best above."
+    text = f"{head}: {kind} 1F1B at its best has {config.name}, {rows} and {stock.recompute}: {speed}"
+    return text + shared * (len(config.lockstep_groups[0]) > 1)
 
 
 def why_slower(question: Question, entry: Judged, best: Judged) -> str:

@@ -90,11 +90,9 @@ def check_devices(question: Question) -> None:
     """Raise `EppError` if the devices are not whole nodes, or fixed sizes do not divide their number."""
     node, devices = question.cluster.devices_per_node, question.devices
     if devices > node and devices % node:
-        less = devices // node * node
-        raise EppError(
-            f"--devices {devices} is not a multiple of {node}, the devices of a node of {question.cluster.name}: give {less} "
-            f"or {less + node}, or a cluster file with another devices_per_node"
-        )
+        less, of_node = devices // node * node, f"the devices of a node of {question.cluster.name}"
+        todo = f"give {less} or {less + node}, or a cluster file with another devices_per_node"
+        raise EppError(f"--devices {devices} is not a multiple of {node}, {of_node}: {todo}")
     fixed = {name: size for name, size in question.fixed.items() if name in ("tensor", "context", "pipeline")}
     if devices % (ranks := math.prod(fixed.values())):
         sizes = " x ".join(f"--{name}-parallel {size}" for name, size in fixed.items())

@@ -186,8 +186,7 @@ def _parts(question: Question, config: Configuration, result: Plan, times_us: Se
     shape, ranks = question.shape(config), result.num_ranks
     makespan_us = result.predicted.makespan_us
     busy = sum(busy_us(result, rank) for rank in range(ranks)) / ranks
-    recompute_us = sum(map(sum, result.recompute_us)) / ranks
-    passes = 2 * shape.num_layers / config.pipeline
+    recompute_us, passes = sum(map(sum, result.recompute_us)) / ranks, 2 * shape.num_layers / config.pipeline
     token_us = exchange_line(shape.exchanges, question.rates).per_token_us
     exchange_us = min(busy - recompute_us, sum(result.lengths) * token_us * passes)
     return Parts(

@@ -129,14 +129,12 @@ def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterat
         return
     whose = "The plan of the slowest replica" if config.data > 1 else "Its plan"
     yield f"{whose}, {format_us(plan.predicted.makespan_us)} and {format_bytes(best.peak_bytes)} on its fullest rank, again:"
-    for command in ("plan", "memory"):
-        yield f"  {PROGRAM} {command} {shlex.join(plan_flags(args, question, best))}"
+    yield from (f"  {PROGRAM} {command} {shlex.join(plan_flags(args, question, best))}" for command in ("plan", "memory"))
 
 
 def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> list[str]:
     """Return the flags with which `plan` makes the plan of an evaluated configuration, whose replicas share no experts."""
-    config = best.config
-    lengths = [",".join(map(str, best.plan.lengths))]
+    config, lengths = best.config, [",".join(map(str, best.plan.lengths))]
     if is_distribution(args.lengths) and config.data == 1:
         lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
     rows = [

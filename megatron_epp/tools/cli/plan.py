@@ -71,8 +71,7 @@ def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator
 
 
 def _recompute(explanation: Explanation) -> Iterator[str]:
-    plan = explanation.plan
-    rows = []
+    plan, rows = explanation.plan, []
     for rank, peaks in enumerate(explanation.memory):
         stages = plan.stages_of(rank)
         passes = sum(plan.num_layers[stage] * len(plan.chunks) for stage in stages)

@@ -345,7 +345,5 @@ def _core_attention(shape: ModelShape, rates: Rates) -> tuple[LinearTime, Linear
     forward_token_us = (speed.forward_pairs + in_windows) * forward_us
     backward_token_us = (speed.backward_pairs + in_windows) * backward_us + made_us
     of_all = 1 - shape.window_share
-    return (
-        LinearTime(0.0, forward_token_us, of_all * forward_us, per_read_us=made_us),
-        LinearTime(0.0, backward_token_us, of_all * backward_us, per_read_us=3 * made_us),
-    )
+    backward_line = LinearTime(0.0, backward_token_us, of_all * backward_us, per_read_us=3 * made_us)
+    return LinearTime(0.0, forward_token_us, of_all * forward_us, per_read_us=made_us), backward_line

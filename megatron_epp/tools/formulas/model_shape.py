@@ -146,10 +146,7 @@ class ModelShape(LayerSizes):
 
     @property
     def layer_bytes_per_token(self) -> float:
-        """Bytes kept by a layer: four tensors of residual width (both norms), attention's and the MLP's, no masks of dropout.
-
-        Compared on CPU, tensor by tensor, with what a layer of Megatron keeps, kernels of a GPU in the place of torch's norms.
-        """
+        """Bytes kept by a layer, without masks of dropout: norms', attention's, the MLP's; compared with Megatron's on CPU."""
         num_bytes = 2 * self._normed_bytes_per_token + self.mixer_bytes_per_token + self.mlp_bytes_per_token
         return num_bytes - self.saved_bytes_per_token
 
@@ -195,9 +192,7 @@ class ModelShape(LayerSizes):
 
     @property
     def moved_bytes_per_token(self) -> float:
-        """Bytes of `layer_bytes_per_token` that memory moves, without the few statistics of norms of residual width, and of the
-        outputs of experts, which nothing keeps. A cast, by rows and columns, has as many as its tensor.
-        """
+        """Bytes of `layer_bytes_per_token` that memory moves: uncast, with experts' outputs, without statistics of norms."""
         uncast = self.layer_bytes_per_token + self.saved_bytes_per_token
         return uncast + self.routed_bytes_per_token / 2 - 2 * self._statistics_bytes_per_token
 

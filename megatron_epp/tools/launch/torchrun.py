@@ -124,8 +124,7 @@ def _run(arguments: list[str]) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    path = os.environ.pop(LOG_VARIABLE, None)
-    log = None
+    path, log = os.environ.pop(LOG_VARIABLE, None), None
     try:
         with divided(path) as log:
             torchrun(arguments)

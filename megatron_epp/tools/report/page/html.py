@@ -170,10 +170,9 @@ def _recompute(plan: Plan, graph: Graph) -> PageColumns:
 
 
 def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
-    """Columns with the memory of every rank.
+    """Columns with the memory of every rank, which allocates and frees box by box without copies.
 
-    A rank without copies allocates and frees box by box. Others do so in the order of `events`: `code` is twice the number of a
-    box, plus one if it is the release.
+    Others do in the order of `events`: `code` is twice the number of a box, plus one if it is the release.
     """
     plan = timeline.plan
     events: dict[int, PageColumns] = {}
