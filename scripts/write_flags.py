@@ -19,10 +19,8 @@ from megatron_epp.tools.cli.terminal import Parser
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 TRAINING, MICROBATCHES = "T", "M"
-OF_MICROBATCHES = HONOURED | HONOURED_BY_MEGATRON | {"epp_costs"}
-"""Settings that apply to a script's own microbatches, of the costs the learnt ones."""
-COMMANDS = {"plan": "P", "compare": "C", "advise": "A", "doctor": "D"}
-"""Letters of the commands that take settings of the table, in the order of their sections."""
+OF_MICROBATCHES = HONOURED | HONOURED_BY_MEGATRON | {"epp_costs"}  # apply to a script's own microbatches, of costs the learnt
+COMMANDS = {"plan": "P", "compare": "C", "advise": "A", "doctor": "D"}  # letters of commands in the order of their sections
 IN_EVERY_COMMAND = "--debug"
 HEAD = """\
 <!-- Written by scripts/write_flags.py from mcore/arguments/table.py and the commands: change those, and run it again. -->

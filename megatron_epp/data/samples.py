@@ -254,8 +254,8 @@ def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
         raise EppError(f"{what}: work is {work}; it is the number of tokens that takes as long in one layer")
     if work and "kept" not in fields:
         size = "patches x layers x (width / hidden size of the language model)"
-        kept = f"add kept, {size} x tensor-parallel ranks x context-parallel ranks, or 0 if the encoder is frozen"
-        raise EppError(f"{what} has work and not what its encoder keeps until its backward: {kept}")
+        todo = f"add kept, {size} x tensor-parallel ranks x context-parallel ranks, or 0 if the encoder is frozen"
+        raise EppError(f"{what} has work and not what its encoder keeps until its backward: {todo}")
     if not 0 <= kept_tokens < math.inf:
         raise EppError(f"{what}: kept is {kept_tokens}; it is the number of tokens of which one layer keeps as much")
     return TokenSpan(start, start + tokens, work, kept_tokens)
