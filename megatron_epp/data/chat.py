@@ -246,8 +246,8 @@ class _Chat:
     def _last_stop(self, answer: Ids) -> int | None:
         """Return the index of an answer's last token that is no white space, if it is a stop token."""
         assert self.encoder.decode is not None
-        for index, token in reversed([*enumerate(map(int, answer))]):
-            if token in self.encoder.stops:
+        for index in reversed(range(len(answer))):
+            if (token := int(answer[index])) in self.encoder.stops:
                 return index
             if self.encoder.decode([token]).strip():
                 break

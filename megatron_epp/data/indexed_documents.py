@@ -35,6 +35,8 @@ _MAGIC = b"MMIDIDX\x00\x00"
 
 Index = NDArray[np.integer[Any]]
 Mask = NDArray[np.uint8]
+PARTS = 16  # most parts of a sequence that are counted by themselves, since an answer may be in its last slices only
+_BLOCK_TOKENS = 1 << 20  # tokens of documents whose mask is read at once, unless one document has more
 
 
 class Header(NamedTuple):
@@ -184,10 +186,6 @@ class TokenMask:
 def open_mask(prefix: str, num_tokens: int, mmap: bool = True) -> TokenMask | None:
     """Open the mask of a pair; None if there is none, and all tokens are trained."""
     return TokenMask(prefix, num_tokens, mmap) if os.path.exists(prefix + MASK_SUFFIX) else None
-
-
-PARTS = 16  # most parts of a sequence that are counted by themselves, since an answer may be in its last slices only
-_BLOCK_TOKENS = 1 << 20  # tokens of documents whose mask is read at once, unless one document has more
 
 
 class TrainedLabels(NamedTuple):

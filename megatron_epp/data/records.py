@@ -23,24 +23,6 @@ _ROWS = 1024  # rows of Parquet that are converted at once
 
 Origin = Callable[[str, int], str]
 """Function from the kind of a record, "line" or "row", and its number, from 1 on, to its name in messages."""
-
-
-def _by(module: str) -> Callable[[BinaryIO], IO[bytes]]:
-    """Return the function that opens a compressed file by a module of Python's, which not every Python has been built with."""
-    return lambda stream: cast(IO[bytes], importlib.import_module(module).open(stream))
-
-
-def _by_zstd(stream: BinaryIO) -> IO[bytes]:
-    return io.BufferedReader(_pyarrow("a file compressed by zstd").CompressedInputStream(stream, "zstd"))
-
-
-_DECOMPRESSORS: dict[bytes, tuple[str, Callable[[BinaryIO], IO[bytes]]]] = {
-    b"\x1f\x8b": ("gzip", _by("gzip")),
-    b"BZh": ("bzip2", _by("bz2")),
-    b"\xfd7zXZ\0": ("xz", _by("lzma")),
-    b"\x28\xb5\x2f\xfd": ("zstd", _by_zstd),
-}
-"""Name and function by the first bytes of a compressed file."""
 _TABLE, _ARCHIVE = "write it as Parquet or JSONL", "unpack it first"
 _PAGES, _MEDIA, _ENCODED = "extract its text first", "only text can be prepared", "convert it first: iconv -f UTF-16 -t UTF-8"
 _KINDS: dict[bytes, tuple[str, str]] = {
@@ -67,6 +49,24 @@ _KINDS: dict[bytes, tuple[str, str]] = {
     **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), ("text in UTF-16", _ENCODED)),
 }
 """What a binary file is, by its first bytes, and what to do about it."""
+
+
+def _by(module: str) -> Callable[[BinaryIO], IO[bytes]]:
+    """Return the function that opens a compressed file by a module of Python's, which not every Python has been built with."""
+    return lambda stream: cast(IO[bytes], importlib.import_module(module).open(stream))
+
+
+def _by_zstd(stream: BinaryIO) -> IO[bytes]:
+    return io.BufferedReader(_pyarrow("a file compressed by zstd").CompressedInputStream(stream, "zstd"))
+
+
+_DECOMPRESSORS: dict[bytes, tuple[str, Callable[[BinaryIO], IO[bytes]]]] = {
+    b"\x1f\x8b": ("gzip", _by("gzip")),
+    b"BZh": ("bzip2", _by("bz2")),
+    b"\xfd7zXZ\0": ("xz", _by("lzma")),
+    b"\x28\xb5\x2f\xfd": ("zstd", _by_zstd),
+}
+"""Name and function by the first bytes of a compressed file."""
 
 
 class Record(NamedTuple):

@@ -29,6 +29,9 @@ _SAMPLE = (
     "\U0001f600\u200d\u2192 \u2211\u2a7d\u221e  \r\n"
 )
 """Text that different tokenizers encode differently: scripts, numbers, code, spaces."""
+_OF_A_HUB = frozenset({"HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer"})
+_OF_A_FILE = frozenset({"SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"})
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,6 @@ class Tokenizer:
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.kind, self.model, f"(vocabulary of {self.vocab_size:,})")))
-
-
-_OF_A_HUB = frozenset({"HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer"})
-_OF_A_FILE = frozenset({"SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"})
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def missing_tokenizer(kind: str, model: str) -> str | None:

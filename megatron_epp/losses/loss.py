@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megatron_epp.plan.errors import EppError
 
+_ATTRIBUTES = ("name", "scope", "average", "columns", "logged")
+
 
 class Scope(StrEnum):
     """Tokens whose values a loss needs at once."""
@@ -140,9 +142,6 @@ class Loss(Protocol):
     @property
     def logged(self) -> tuple[str, ...]: ...
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-
-_ATTRIBUTES = ("name", "scope", "average", "columns", "logged")
 
 
 @dataclass(frozen=True, slots=True)

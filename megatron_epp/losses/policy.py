@@ -18,6 +18,13 @@ OLD, ADVANTAGES, REFERENCE, IMPORTANCE = "old_logprobs", "advantages", "referenc
 and importance weights, for samples that another engine drew."""
 OLD_VALUES, RETURNS = "old_values", "returns"
 """Columns: the values that the model gave when the samples were drawn, and what they are to come to."""
+KL: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda difference: -difference,
+    "k2": lambda difference: difference.square() / 2,
+    "k3": lambda difference: difference.expm1() - difference,
+}
+"""Estimates of the divergence from the reference policy, given its log-probability less the policy's (Schulman 2020,
+"Approximating KL divergence")."""
 
 
 def _clipped(
@@ -34,15 +41,6 @@ def _clipped(
     ratios = torch.minimum(exponents, limits.log() + 1).exp()
     counted = ratios.clamp(torch.zeros_like(ratios).masked_fill(negative, 1 - low), limits)
     return -advantages * counted, torch.where(negative, ratios < 1 - low, (ratios > 1 + high) & (advantages > 0))
-
-
-KL: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda difference: -difference,
-    "k2": lambda difference: difference.square() / 2,
-    "k3": lambda difference: difference.expm1() - difference,
-}
-"""Estimates of the divergence from the reference policy, given its log-probability less the policy's (Schulman 2020,
-"Approximating KL divergence")."""
 
 
 @dataclass(frozen=True, slots=True)

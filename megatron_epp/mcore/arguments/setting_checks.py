@@ -26,6 +26,11 @@ REPLAYS = flags(
     "microbatches must run in their own order",
 )
 """Router replay, which takes the routes of microbatches from queues, in the order in which these run."""
+_REPLAY_VARIABLE = "ENABLE_ROUTING_REPLAY"  # environment variable that slime sets to 1 in the processes whose routers replay
+OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap:problems"}
+"""Switches of other packages, each with the function that yields what is incompatible with it, imported if it is on."""
+REFUSED_LAYERS = {"D": "sparse attention (DSA)"}
+"""Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
 
 
 def forgotten(args: Namespace, _: Door) -> Iterator[str]:
@@ -36,9 +41,6 @@ def forgotten(args: Namespace, _: Door) -> Iterator[str]:
     if idle := [row.training for row, value in set_to if row.training in words or value not in (None, False, row.default)]:
         verb, them = ("do", "them") if len(idle) > 1 else ("does", "it")
         yield f"{', '.join(idle)} {verb} nothing without --epp: add it, or leave {them} out"
-
-
-_REPLAY_VARIABLE = "ENABLE_ROUTING_REPLAY"  # environment variable that slime sets to 1 in the processes whose routers replay
 
 
 def replay(settings: Any, door: Door) -> Iterator[str]:
@@ -152,18 +154,10 @@ def planned_only(args: Namespace, _: Door) -> Iterator[str]:
         yield f"--epp-planner {planner} is planned, not run: training lacks {entry.lacks}; use --epp-planner greedy"
 
 
-OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap:problems"}
-"""Switches of other packages, each with the function that yields what is incompatible with it, imported if it is on."""
-
-
 def optional(args: Namespace, _: Door) -> Iterator[str]:
     for attribute, target in OPTIONAL.items():
         if getattr(args, attribute):
             yield from resolve_name(target)(args)
-
-
-REFUSED_LAYERS = {"D": "sparse attention (DSA)"}
-"""Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
 
 
 def pattern_problem(pattern: str | None) -> str:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"  # file with the iteration that Megatron loads, or the word "release"
 _BRIDGE_CONFIG = "run_config.yaml"  # file in a checkpoint by which Megatron-Bridge knows the model that it exports
+_MODEL = ("num_layers", "hidden_size", "num_attention_heads")  # flags of the model that Megatron compares with a checkpoint's
 
 
 def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool) -> None:
@@ -205,9 +206,6 @@ def _without_checkpoint(folder: str) -> str:
     is_hugging_face = (path / "config.json").exists() and any(path.glob("*.safetensors"))
     why = "; its weights are in the format of Hugging Face: convert them to Megatron's" if is_hugging_face else ""
     return f"there is no checkpoint in {folder} (no {TRACKER}){why}"
-
-
-_MODEL = ("num_layers", "hidden_size", "num_attention_heads")  # flags of the model that Megatron compares with a checkpoint's
 
 
 def _unlike(args: Namespace, folder: Path) -> Iterator[str]:

@@ -31,6 +31,7 @@ _SAMPLED_DOCUMENTS, _SAMPLED_TOKENS = 16, 4096
 
 Every token and every value of a mask is checked again when it is used; the sample finds most mistakes earlier.
 """
+_MANY = 0.1  # share of documents that are split above which a warning says so: it is then rarely meant
 
 
 class DocumentFile:
@@ -149,9 +150,6 @@ def check_mask(file: DocumentFile) -> None:
     for document in file.sampled_documents():
         first = file.first_token(document)
         file.mask.read(first, first + min(_SAMPLED_TOKENS, int(file.num_tokens[document])))
-
-
-_MANY = 0.1  # share of documents that are split above which a warning says so: it is then rarely meant
 
 
 class DocumentDataset:

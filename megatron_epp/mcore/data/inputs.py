@@ -33,6 +33,9 @@ _NO_VARIABLES = frozenset(
 
 Documents = Iterator[tuple[str, Tokens | None]]
 """Every document's origin, for messages, and tokens: none if it is empty, None if it cannot be read, which is logged."""
+_SHAREGPT = "conversations"  # key of the messages of a line in ShareGPT's format
+_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
+"""Roles of messages by the names in ShareGPT's format, where a message has `from` and `value`."""
 
 
 def files_of(inputs: Sequence[str | Path], suffixes: Sequence[str]) -> list[Path]:
@@ -175,11 +178,6 @@ def messages_of(record: object, key: str, origin: str) -> list[Message]:
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
             raise EppError(f"{origin}: message {number} has no text under 'content': {brief(message)}")
     return messages
-
-
-_SHAREGPT = "conversations"  # key of the messages of a line in ShareGPT's format
-_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
-"""Roles of messages by the names in ShareGPT's format, where a message has `from` and `value`."""
 
 
 def _from_sharegpt(message: object) -> object:

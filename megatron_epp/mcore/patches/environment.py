@@ -23,6 +23,18 @@ from megatron_epp.launch.lifetime import run_until_parent_ends
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"  # Megatron's compiled dataset helpers
+logger = logging.getLogger(__name__)
+_FUSION, _FUSED = "gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"
+_KERNELS = (
+    ("transformer_impl", "transformer_engine", "transformer_engine", "local"),
+    (_FUSION, _FUSED, True, False),
+    ("masked_softmax_fusion", "scaled_masked_softmax_cuda", True, False),
+    ("apply_rope_fusion", "transformer_engine", True, False),
+)
+"""Megatron's arguments that by default ask for Transformer Engine or extensions of Apex, the module that each needs, the value
+that needs it, and the value without it."""
+_OWN_LAYERS = ("ColumnParallelLinear", "RowParallelLinear")
+"""Megatron's own linear layers, such as the output layer, which add weight gradients with Apex only."""
 
 
 @functools.cache
@@ -61,21 +73,6 @@ def _start_ending(original: Callable[[BaseProcess], None], self: BaseProcess) ->
     if (target := getattr(self, "_target", None)) is not None:
         self._target = functools.partial(run_until_parent_ends, target)  # type: ignore[attr-defined]
     original(self)
-
-
-logger = logging.getLogger(__name__)
-
-_FUSION, _FUSED = "gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"
-_KERNELS = (
-    ("transformer_impl", "transformer_engine", "transformer_engine", "local"),
-    (_FUSION, _FUSED, True, False),
-    ("masked_softmax_fusion", "scaled_masked_softmax_cuda", True, False),
-    ("apply_rope_fusion", "transformer_engine", True, False),
-)
-"""Megatron's arguments that by default ask for Transformer Engine or extensions of Apex, the module that each needs, the value
-that needs it, and the value without it."""
-_OWN_LAYERS = ("ColumnParallelLinear", "RowParallelLinear")
-"""Megatron's own linear layers, such as the output layer, which add weight gradients with Apex only."""
 
 
 @functools.cache

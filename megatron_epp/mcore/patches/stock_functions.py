@@ -41,6 +41,8 @@ _REMEDY = (
     "documents into slices, undo the change: -m megatron_epp.mcore.pretrain_gpt has Megatron's own functions"
 )
 _passed: list[object] = []
+_PARAMETERS = {FORWARD_STEP: "forward_step_func", PROVIDER: "train_valid_test_dataset_provider"}
+"""Parameters of `pretrain` that take the functions of these roles."""
 
 
 def check_call(args: argparse.Namespace, call: Mapping[str, Any]) -> None:
@@ -52,10 +54,6 @@ def check_call(args: argparse.Namespace, call: Mapping[str, Any]) -> None:
     if args.epp_placement == "v" and call.get("get_embedding_ranks") is not None:  # the placement says which they are
         functions[EMBEDDING_RANKS] = call["get_embedding_ranks"]
     require_stock(functions)
-
-
-_PARAMETERS = {FORWARD_STEP: "forward_step_func", PROVIDER: "train_valid_test_dataset_provider"}
-"""Parameters of `pretrain` that take the functions of these roles."""
 
 
 def check_script(args: argparse.Namespace) -> None:

@@ -30,6 +30,20 @@ _OURS_TO_SAY = """\
 # Learning rate, iterations and folders are examples: set your own.{defaults}
 """
 _DEFAULTS = " The model has Megatron's defaults where nothing is said."
+_NOTICED = 0.005  # share of the best step's time that a part must take longer to be named as the reason
+_WIDTH = 128
+_LINES = 6  # number of configurations of a kind that are listed unless all are requested
+_USUAL = {"EP": "1", "VPP": "1", "latents": ""}  # columns that are left out where every configuration has this
+_READ = (
+    "Layers are those of the stages in order: 2x3+4 are two stages of 3 and one of 4. Percentages are of a step. Waiting: a "
+    f"replica that has finished its part of the batch waits until the slowest one has. Of those within {CLOSE:.0%} of the "
+    "fastest the first has the fewest kinds of parallelism."
+)
+_REDUCTION = " In the best, {} go to reducing gradients and gathering weights, of which training may hide a part."
+_NOT_SUBTRACTED = (
+    "Both are {products}, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
+    "worth to a training that has them is not subtracted."
+)
 
 
 def megatron_settings(question: Question, config: Configuration) -> dict[str, Any]:
@@ -119,22 +133,6 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
 def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
     """A model's flags without the parallel sizes, and without this package's."""
     return {name: value for name, value in flags.items() if name not in _SIZES and not name.startswith("epp_")}
-
-
-_NOTICED = 0.005  # share of the best step's time that a part must take longer to be named as the reason
-_WIDTH = 128
-_LINES = 6  # number of configurations of a kind that are listed unless all are requested
-_USUAL = {"EP": "1", "VPP": "1", "latents": ""}  # columns that are left out where every configuration has this
-_READ = (
-    "Layers are those of the stages in order: 2x3+4 are two stages of 3 and one of 4. Percentages are of a step. Waiting: a "
-    f"replica that has finished its part of the batch waits until the slowest one has. Of those within {CLOSE:.0%} of the "
-    "fastest the first has the fewest kinds of parallelism."
-)
-_REDUCTION = " In the best, {} go to reducing gradients and gathering weights, of which training may hide a part."
-_NOT_SUBTRACTED = (
-    "Both are {products}, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
-    "worth to a training that has them is not subtracted."
-)
 
 
 def as_text(advice: Advice, show: int, everything: bool) -> str:

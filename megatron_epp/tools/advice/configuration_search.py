@@ -16,6 +16,15 @@ from megatron_epp.tools.advice.judge import Baseline, Judged, Misfit, misfit
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.layouts.layout_choice import choose, least_gain_of_split
 
+SEARCHED = 6  # number of configurations for whose sizes a layout is searched: the ones with the best rough plans
+PLANNED = 12  # number of configurations that are evaluated exactly
+COMPARED = 6  # number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B
+TIE = 0.03  # share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good
+CLOSE = 0.02
+"""Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
+_MOST_TIMES = 8  # largest factor by which more devices are proposed where nothing fits
+_NEAR = 8  # number of refused configurations among which the one nearest to fitting is searched
+
 
 def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
     """Return configurations of even layers on one stage per rank, TP and CP powers of two, TP in a node; and refusals."""
@@ -97,16 +106,6 @@ def check_devices(question: Question) -> None:
     if devices % (ranks := math.prod(fixed.values())):
         sizes = " x ".join(f"--{name}-parallel {size}" for name, size in fixed.items())
         raise EppError(f"--devices {devices} do not divide by {sizes}: a replica takes {ranks}, so give a multiple of {ranks}")
-
-
-SEARCHED = 6  # number of configurations for whose sizes a layout is searched: the ones with the best rough plans
-PLANNED = 12  # number of configurations that are evaluated exactly
-COMPARED = 6  # number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B
-TIE = 0.03  # share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good
-CLOSE = 0.02
-"""Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
-_MOST_TIMES = 8  # largest factor by which more devices are proposed where nothing fits
-_NEAR = 8  # number of refused configurations among which the one nearest to fitting is searched
 
 
 @dataclass(frozen=True, slots=True)

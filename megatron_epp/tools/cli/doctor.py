@@ -33,6 +33,10 @@ measure a model's parts here, and plan with what was measured
   megatron-epp doctor --profile --model tiny-gpt -o profile.json
   megatron-epp plan --lengths 1200,88,4096 --costs profile.json --stages 2
 """
+_LIBRARY_PATH = (
+    "put the folders of torch's own libraries (nvidia/*/lib of site-packages) first in LD_LIBRARY_PATH: those of a CUDA "
+    "toolkit may be found before them, whatever CUDNN_HOME says"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +69,6 @@ _GPU_LIBRARIES = (
         "fused Adam and --gradient-accumulation-fusion",
         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . in a checkout of github.com/NVIDIA/apex",
     ),
-)
-_LIBRARY_PATH = (
-    "put the folders of torch's own libraries (nvidia/*/lib of site-packages) first in LD_LIBRARY_PATH: those of a CUDA "
-    "toolkit may be found before them, whatever CUDNN_HOME says"
 )
 
 

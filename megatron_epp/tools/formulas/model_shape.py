@@ -8,6 +8,8 @@ from typing import NamedTuple, Self
 from megatron_epp.plan.flags import ALLTOALL
 from megatron_epp.tools.formulas.layer_sizes import DeltaNet, LayerSizes, StateSpace
 
+RECURRENT = {"G": "delta", "M": "mamba"}  # fields with the sizes of recurrences, by the symbols of `ModelShape.mixers`
+
 
 class Exchange(NamedTuple):
     """Exchange of a rank with a group of ranks, per token of a chunk, in a layer's forward and again in its backward."""
@@ -256,9 +258,6 @@ class ModelShape(LayerSizes):
     def neighbours(self) -> int:
         """Number of neighbouring devices among which a layer is shared, also experts over ranks of several replicas."""
         return max(self.ranks, self.expert_parallel * self.ranks_of_an_expert if self.num_experts else 1)
-
-
-RECURRENT = {"G": "delta", "M": "mamba"}  # fields with the sizes of recurrences, by the symbols of `ModelShape.mixers`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

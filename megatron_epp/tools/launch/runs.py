@@ -36,6 +36,8 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # d
 type Start = Callable[[int, Sequence[str], Mapping[str, str], Path, float], int | None]
 """Runs so many ranks with a module and its flags after ``-m``, more environment variables, a log that their output is appended
 to, and a limit in seconds. Returns the exit code; None if they were ended at the limit."""
+AS_MEGATRON = {"epp_layout": "even", "epp_vocab_parallel": "off", "epp_split_weight_gradient": "off"}
+"""Flags with which nothing of a layout is chosen, so that runs begin with equal weights on equal stages."""
 
 
 class TrainingError(EppError):
@@ -63,10 +65,6 @@ class RecordedRun:
     @property
     def peak_activation_bytes(self) -> list[int]:
         return [max(column) for column in zip(*(line["peak_activation_bytes"] for line in self.lines), strict=True)]
-
-
-AS_MEGATRON = {"epp_layout": "even", "epp_vocab_parallel": "off", "epp_split_weight_gradient": "off"}
-"""Flags with which nothing of a layout is chosen, so that runs begin with equal weights on equal stages."""
 
 
 def tiny_gpt(**changes: Any) -> dict[str, Any]:

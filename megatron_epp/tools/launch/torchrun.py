@@ -37,6 +37,7 @@ _HIDDEN = re.compile(
     rb"|GPTModel IS DEPRECATED|^INFO:megatron\.|patched megatron|  File \""
 )
 """Pattern of lines among these that say nothing to a user: warnings of imports, and what Megatron tells its developers."""
+INTERRUPTED = 130  # exit code of a run that Ctrl-C ended, as shells have it
 
 
 def is_shown(line: bytes) -> bool:
@@ -98,9 +99,6 @@ def divided(path: str | None) -> Iterator[ShortLog | None]:
         os.dup2(saved[0], 1)
         os.dup2(saved[1], 2)
         reader.join(_WAIT_S)
-
-
-INTERRUPTED = 130  # exit code of a run that Ctrl-C ended, as shells have it
 
 
 def main() -> None:

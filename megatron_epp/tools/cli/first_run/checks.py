@@ -21,6 +21,9 @@ from megatron_epp.tools.cli.planning_flags import cap_of
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.report.text import format_us, table
 
+_NOTICED = 1.03  # smallest gain that is not called a tie
+_NOT_SUBTRACTED = "what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
+
 
 def doctor(setting: Setting) -> Outcome:
     findings = list(look())
@@ -63,10 +66,6 @@ def links(setting: Setting) -> Outcome:
     todo = f"messages are mixed up ({', '.join(timed.name for timed in wrong)}): send this report, and do not train"
     figures = {"messages": [point._asdict() for point in points], "plans": [*map(asdict, runs)]}
     return Outcome.judged(not wrong, lines, todo, figures)
-
-
-_NOTICED = 1.03  # smallest gain that is not called a tie
-_NOT_SUBTRACTED = "what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
 
 
 def question_of(setting: Setting) -> Question:

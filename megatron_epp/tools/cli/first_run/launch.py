@@ -25,6 +25,8 @@ _LASTING = """
 """
 """Flags that a short run to compare leaves out or sets: it keeps and loads nothing, and logs every iteration."""
 VOCABULARY = 128256  # vocabulary that is assumed where only the tokenizer knows it
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+REDUCED = "reduced form: sizes are tiny and links are gloo's, so passing says that the code works here and times say nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +114,6 @@ def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
     return words
 
 
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     folder: Path  # where logs and reports go
@@ -166,6 +165,3 @@ def verdict(done: Mapping[str, Outcome]) -> str:
         if names := [name for name, outcome in done.items() if outcome.status == status]:
             counts.append(f"{len(names)} {status}" + f" ({', '.join(names)})" * (status != PASSED))
     return f"{', '.join(counts)}, {sum(outcome.time_s for outcome in done.values()):.0f} s in all"
-
-
-REDUCED = "reduced form: sizes are tiny and links are gloo's, so passing says that the code works here and times say nothing"

@@ -26,6 +26,11 @@ _ITERATIONS = {False: 5, True: 2}
 _FP32_ALLOWED = 1e-5  # largest relative difference of a loss in fp32
 _BF16_FLOOR = 1e-4  # difference of a loss in bf16 that is near enough however near Megatron's own is
 TIMES = 2.0  # largest distance from the reference, as a multiple of the distance of Megatron's own run
+SCHEDULES = ("stock", "packed", "elastic")
+_RACED = {False: 10, True: 7}
+COUNTED = 4
+"""Iterations at the end that count. Costs are learnt from the second to the fourth, and a plan is made two iterations before it
+runs, so the seventh is the first that is planned by learnt costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +110,6 @@ def _documents(folder: Path, lengths: Sequence[int], copies: int) -> str:
     prefix = folder / "documents"
     prepare([texts], prefix)
     return str(prefix)
-
-
-SCHEDULES = ("stock", "packed", "elastic")
-_RACED = {False: 10, True: 7}
-COUNTED = 4
-"""Iterations at the end that count. Costs are learnt from the second to the fourth, and a plan is made two iterations before it
-runs, so the seventh is the first that is planned by learnt costs."""
 
 
 def race(setting: Setting) -> Outcome:

@@ -35,6 +35,8 @@ PageColumns = dict[str, Any]
 
 _STREAMS = (COMPUTE, COPY, LINK)
 _DECIMALS = 3  # times in microseconds are rounded to nanoseconds
+SCRIPTS = ("model.js", "text.js", "state.js", "lanes.js", "memory.js", "table.js", "pane.js", "main.js")
+"""Scripts in the order in which they run, in one scope."""
 
 
 def operation_columns() -> list[PageColumns]:
@@ -208,10 +210,6 @@ def item_columns(breakdown: MemoryBreakdown) -> PageColumns:
             before = moment.items
         ranks.append({"time_us": _times(times), "changes": changes})
     return {"names": list(colours), "colours": list(colours.values()), "ranks": ranks}
-
-
-SCRIPTS = ("model.js", "text.js", "state.js", "lanes.js", "memory.js", "table.js", "pane.js", "main.js")
-"""Scripts in the order in which they run, in one scope."""
 
 
 def page(shown: Sequence[Shown]) -> str:
