@@ -11,7 +11,7 @@ import yaml
 import megatron_epp
 from megatron_epp.launch.yaml_settings import Launch, Settings, load_settings
 from megatron_epp.plan import EppError
-from megatron_epp.tools.launch.command import command_of, exports, save_run, variables_of
+from megatron_epp.tools.cli.train import command_of, exports, save_run, variables_of
 from tests.support.calls import refusal
 
 NAMES = ["../../x", "..", ".hidden", "-rf", "a/b", "a\\b", "", "a\nb", "/tmp"]

@@ -103,10 +103,8 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         raise EppError(f"--lengths {source} is a folder: {todo}")
     if not path.is_file():
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
-        raise EppError(
-            f"--lengths {source}: there is no such file, and {brief(wrong)} is not a number of tokens, nor one of "
-            f"{', '.join(LIKE)}{nearest_number(wrong) or nearest(source, LIKE)}"
-        )
+        known = f"nor one of {', '.join(LIKE)}{nearest_number(wrong) or nearest(source, LIKE)}"
+        raise EppError(f"--lengths {source}: there is no such file, and {brief(wrong)} is not a number of tokens, {known}")
     if path.suffix == ".idx":
         return _index(path)
     if path.suffix == ".bin":
