@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.model.replaced import problems
 from megatron_epp.mcore.model.replayed_routes import ChunkRoutes
 from megatron_epp.mcore.patches import install, patching
@@ -66,8 +66,8 @@ def routed(router, tokens, real):
         probs, routing_map = router(tokens)
     weights = torch.arange(1.0, 1 + EXPERTS)
     (probs[:real] * weights).sum().backward()
-    logged = {name: values.clone() for name, values in features.logged_router_losses().items()}
-    for values in features.logged_router_losses().values():
+    logged = {name: values.clone() for name, values in releases.logged_router_losses().items()}
+    for values in releases.logged_router_losses().values():
         values.zero_()
     bias = router.local_tokens_per_expert
     return {
@@ -118,7 +118,7 @@ def test_a_rank_that_has_only_padding_adds_nothing(name):
     assert torch.isfinite(probs).all()
     assert not tokens.grad.any()
     assert router.local_tokens_per_expert is None or not router.local_tokens_per_expert.any()
-    assert not any(values.any() for values in features.logged_router_losses().values())
+    assert not any(values.any() for values in releases.logged_router_losses().values())
     assert routing_map.any() == ("capacity" not in name)
 
 
@@ -196,12 +196,12 @@ def test_ranks_have_the_first_tokens_first(monkeypatch, sequence_parallel, on_ra
 
 @pytest.mark.parametrize(("version", "tokens"), [("0.18.2", 6), ("0.19.2", 1.5), ("0.20.0", 1.5)])
 def test_a_loss_of_ranks_counts_by_all_their_tokens_in_every_release(monkeypatch, version, tokens):
-    monkeypatch.setattr(features, "installed_version", lambda: version)
-    features._multiplies_router_losses.cache_clear()
+    monkeypatch.setattr(releases, "installed_version", lambda: version)
+    releases._multiplies_router_losses.cache_clear()
     try:
-        assert features.router_loss_tokens(6, 4) == tokens
+        assert releases.router_loss_tokens(6, 4) == tokens
     finally:
-        features._multiplies_router_losses.cache_clear()
+        releases._multiplies_router_losses.cache_clear()
 
 
 class OwnRouter(TopKRouter):

@@ -80,9 +80,9 @@ def by_levels(executor):
     """An executor that runs a plan without recompute, then with every level, and compares gradients."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
+    from megatron_epp.mcore.releases import logged_router_losses
 
     calls = counted_calls()
 

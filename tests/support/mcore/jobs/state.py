@@ -15,8 +15,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 import megatron_epp
 from megatron_epp.mcore import entry
-from megatron_epp.mcore.features import logged_router_losses
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchPlan, MicrobatchRun
+from megatron_epp.mcore.releases import logged_router_losses
 from megatron_epp.plan import Op, Recompute
 from megatron_epp.plan.lowering import lower
 from tests.support.mcore.figures import record_figures
