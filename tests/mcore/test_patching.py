@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_epp.mcore import cpu, features
+from megatron_epp.mcore import cpu, releases
 from megatron_epp.mcore.patches import environment, install, patching
 from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
