@@ -47,9 +47,14 @@ def alone(monkeypatch):
 def router_of(ranks=1, is_ahead=False, **settings):
     usual = {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
     config = TransformerConfig(
-        num_layers=1, hidden_size=WIDTH, num_attention_heads=1, num_moe_experts=EXPERTS, add_bias_linear=False,
-        calculate_per_token_loss=True, **(usual | settings),
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS,
+        add_bias_linear=False,
+        calculate_per_token_loss=True,
+        **(usual | settings),
+    )
     groups = SimpleNamespace(**{name: Group(ranks) for name in ("tp", "cp", "tp_cp", "tp_dp_cp")})
     torch.manual_seed(1)
     router = TopKRouter(config, groups, **({"is_mtp_layer": True} if is_ahead else {}))
@@ -71,9 +76,13 @@ def routed(router, tokens, real):
         values.zero_()
     bias = router.local_tokens_per_expert
     return {
-        "probs": probs[:real].detach(), "map": routing_map[:real], "gradient": tokens.grad[:real], "weight": router.weight.grad,
-        "bias": torch.zeros(0) if bias is None else bias.clone(), **logged,
-    }, (probs[real:], routing_map[real:], tokens.grad[real:])  # fmt: skip
+        "probs": probs[:real].detach(),
+        "map": routing_map[:real],
+        "gradient": tokens.grad[:real],
+        "weight": router.weight.grad,
+        "bias": torch.zeros(0) if bias is None else bias.clone(),
+        **logged,
+    }, (probs[real:], routing_map[real:], tokens.grad[real:])
 
 
 STATISTICS = {
@@ -81,13 +90,15 @@ STATISTICS = {
     "auxiliary loss of sequences": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
     "z loss": {"moe_z_loss_coeff": 0.1},
     "bias": {
-        "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
-        "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.5,
     },
     "capacity by probability": {"moe_expert_capacity_factor": 0.7},
     "capacity by position": {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": "position"},
     "Sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STATISTICS)
