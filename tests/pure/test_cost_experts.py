@@ -18,18 +18,9 @@ from megatron_epp.tools.formulas.analytic import analytic_profile, exchange_line
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 
 SHAPE = ModelShape(
-    num_layers=2,
-    hidden_size=64,
-    ffn_hidden_size=32,
-    num_attention_heads=8,
-    vocab_size=128,
-    num_experts=64,
-    experts_per_token=8,
-    tensor_parallel=2,
-    sequence_parallel=True,
-    expert_parallel=8,
-    expert_tensor_parallel=1,
-)
+    num_layers=2, hidden_size=64, ffn_hidden_size=32, num_attention_heads=8, vocab_size=128, num_experts=64,
+    experts_per_token=8, tensor_parallel=2, sequence_parallel=True, expert_parallel=8, expert_tensor_parallel=1,
+)  # fmt: skip
 NODES = replace(H100, devices_per_node=8)
 TOKEN = 64 * 2 / 2
 """Bytes of a copy of a token of a rank, of two that share the tokens."""
@@ -62,8 +53,7 @@ def test_the_expert_of_all_tokens_reduces_the_residual_stream_and_the_others_do_
     shared = replace(SHAPE, shared_ffn_hidden_size=16)
     assert [one.ranks for one in SHAPE.tensor_exchanges if one.num_bytes] == [2]
     assert [one.ranks for one in shared.tensor_exchanges if one.num_bytes] == [2, 2]
-    dense = replace(SHAPE, num_experts=None)
-    assert dense.mlp_exchanges == shared.mlp_exchanges[:1]
+    assert replace(SHAPE, num_experts=None).mlp_exchanges == shared.mlp_exchanges[:1]
 
 
 @pytest.mark.parametrize(("groups", "chosen", "nodes_of_a_token"), [(1, 1, 4 * (1 - 0.75**8)), (4, 2, 2 * (1 - 0.5**8))])
