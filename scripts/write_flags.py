@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_epp.mcore.arguments.checks import HONOURED, HONOURED_BY_MEGATRON
+from megatron_epp.mcore.arguments.consequences import IDLE, IMPLIED
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.refusals import CONFLICTS, HONOURED, HONOURED_BY_MEGATRON, IDLE, IMPLIED, OF_DOCUMENTS
+from megatron_epp.mcore.arguments.refusals import CONFLICTS, OF_DOCUMENTS
 from megatron_epp.mcore.arguments.rule import OUT, Door, Rule
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS
 from megatron_epp.tools.cli import main as cli

@@ -13,12 +13,8 @@ from megatron_epp.cost.work import causal_pairs
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Layers of every stage, first to last; half layers count as 0.5. `excess` is the share of the mean by which the busiest
-    stage's time exceeds it; the other stages wait that long.
-    """
-
-    layers: tuple[float, ...]
-    excess: float
+    layers: tuple[int, ...]  # of every stage, first to last
+    excess: float  # share of the mean by which the busiest stage's time exceeds it; the other stages wait that long
 
 
 WORTH = 0.05
@@ -49,28 +45,25 @@ def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int, r
 
 
 def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Spread]:
-    """Current and balanced layers per stage, for one stage per rank and identical layers. Balanced layers are whole ones."""
+    """Current and balanced layers per stage, for one stage per rank and identical layers."""
     tokens, pairs = sum(lengths), sum(causal_pairs(0, length) for length in lengths)
 
-    def times_us(stage: StageCosts) -> tuple[float, float, float]:
-        """Time of one layer, of a half layer and of the stage's other work, without the fixed part of a pass."""
+    def times_us(stage: StageCosts) -> tuple[float, float]:
+        """Time of one layer and of the stage's other work, without the fixed part of a pass."""
         lines = (forward + backward for forward, backward in zip(stage.lines("forward"), stage.lines("backward"), strict=True))
-        layer_us, half_us, extra_us = (line.per_token_us * tokens + line.per_pair_us * pairs for line in lines)
-        return layer_us, half_us, extra_us
+        layer_us, *others_us = (line.per_token_us * tokens + line.per_pair_us * pairs for line in lines)
+        return layer_us, sum(others_us)
 
-    each = [times_us(stage) for stage in costs.stages]
-    num_layers, halves_us, extra_us = sum(costs.num_halves) // 2, [half for _, half, _ in each], [extra for *_, extra in each]
-    whole_us = sum(layer * count for (layer, *_), count in zip(each, costs.num_layers, strict=True))
-    layer_us = (whole_us + sum(halves_us)) / max(num_layers, 1)
+    each, num_layers = [times_us(stage) for stage in costs.stages], sum(costs.num_layers)
+    extra_us = [extra for _, extra in each]
+    layer_us = sum(layer * count for (layer, _), count in zip(each, costs.num_layers, strict=True)) / max(num_layers, 1)
     mean_us = (layer_us * num_layers + sum(extra_us)) / len(each)
 
-    def excess(layers: Sequence[int], others_us: Sequence[float]) -> float:
-        busiest_us = max(count * layer_us + other for count, other in zip(layers, others_us, strict=True))
-        return busiest_us / mean_us - 1 if mean_us else 0.0
+    def spread(layers: tuple[int, ...]) -> Spread:
+        busiest_us = max(count * layer_us + other for count, other in zip(layers, extra_us, strict=True))
+        return Spread(layers, busiest_us / mean_us - 1 if mean_us else 0.0)
 
-    own = excess(costs.num_layers, [half + extra for half, extra in zip(halves_us, extra_us, strict=True)])
-    best = spread_layers(layer_us, extra_us, num_layers)
-    return Spread(tuple(count / 2 for count in costs.num_halves), own), Spread(best, excess(best, extra_us))
+    return spread(costs.num_layers), spread(spread_layers(layer_us, extra_us, num_layers))
 
 
 def advice(
@@ -84,13 +77,13 @@ def advice(
     Also None if ranks have several stages, or there are fewer layers than stages. `setting` gives words that set given layers
     per stage, for who asked; None names the layers alone.
     """
-    if len(set(placement)) < len(placement) or sum(costs.num_halves) // 2 < len(placement) or not lengths:
+    if len(set(placement)) < len(placement) or sum(costs.num_layers) < len(placement) or not lengths:
         return None
     own, best = spreads(costs, lengths)
     if own.excess - best.excess < WORTH:
         return None
-    layers, others = (", ".join(f"{count:g}" for count in spread.layers) for spread in (own, best))
-    words = setting(tuple(map(int, best.layers))) if setting else f"stages of {others} layers"
+    layers, others = (", ".join(map(str, spread.layers)) for spread in (own, best))
+    words = setting(best.layers) if setting else f"stages of {others} layers"
     return (
         f"stages of {layers} layers: the busiest takes {own.excess:.0%} longer than the mean, and the others wait for it; "
         f"{words} would make it {best.excess:.0%}, for sequences like these"

@@ -1,4 +1,4 @@
-"""Costs of a pipeline stage, which is a list of blocks: input, layers or halves of layers, head, and any that others add."""
+"""Costs of a pipeline stage, which is a list of blocks: input, layers, head, and any that others add."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_LAYERS, brief, printable
 from megatron_epp.plan.recompute import FULL, MODES
 
-INPUT, LAYER, ATTENTION, MLP, PREDICTION, HEAD = "input", "layer", "attention", "mlp", "prediction", "head"
+INPUT, LAYER, PREDICTION, HEAD = "input", "layer", "prediction", "head"
 HANDOVER = "handover"
-"""Kinds of blocks: the stage's input, with the embedding that makes it; layers; attention at the stage's end or an MLP at its
-start, whose other half another stage has; layers of multi-token prediction; final norm, logits and loss; and what layers hand
-on to the next slice alone."""
-KINDS = (INPUT, HANDOVER, LAYER, ATTENTION, MLP, PREDICTION, HEAD)
+"""Kinds of blocks: the stage's input, with the embedding that makes it; layers; layers of multi-token prediction; final norm,
+logits and loss; and what layers hand on to the next slice alone."""
+KINDS = (INPUT, HANDOVER, LAYER, PREDICTION, HEAD)
 _GROUPS = {LAYER: 0, INPUT: 2, HEAD: 2}
 _IDLE_US = 1.0
 """Time of a backward that computes nothing, before it is measured. Assumed: an order of plans needs some."""
@@ -32,7 +31,7 @@ UNKNOWN_BYTES: dict[str, Any] = dict.fromkeys(
 _MOST_PER_TOKEN = float(1 << 32)
 """Bytes: with the tokens of the largest chunk and all layers a sum is still a whole number of 64 bits."""
 _PER_TOKEN = (
-    *("full", "attended", "apart", "apart_attended", "weight", "input", "working", "first_mlp", "gradient", "many_gradient"),
+    *("full", "attended", "apart", "apart_attended", "weight", "input", "working", "gradient", "many_gradient"),
     *("expanded", "message", "hidden", "exchange", "kept", "passing", "recomputed_layer", "kv", "uncast", "least_working"),
 )
 CODEC = Codec(
@@ -97,9 +96,6 @@ class BlockCosts(PartCosts):
             `bytes_per_token`.
         input_bytes_per_token: of its input, which a layer that recomputes in full keeps.
         working_bytes_per_token: held only while it runs: gradients, workspace of kernels. 0 if memory of passes is not counted.
-        first_mlp_bytes_per_token: kept by the MLP at the stage's start if it counts as one layer with the attention at the
-            stage's end. Both take as long, keep as much and recompute like a layer, but backward comes to that attention first
-            and to the MLP last, so these bytes go later.
         kv: keys and values that one caches; None without attention.
         cached_share: share of the layers that cache any, where others have a window or a state instead.
         state_bytes: handed on to the next slice alone, and held from a slice's forward to its backward: the state, and from the
@@ -113,7 +109,6 @@ class BlockCosts(PartCosts):
     full_bytes_per_token: float | None = None
     input_bytes_per_token: float = 0.0
     working_bytes_per_token: float = 0.0
-    first_mlp_bytes_per_token: float = 0.0
     kv: KVBytes | None = None
     cached_share: float = 1.0
     state_bytes: float = 0.0
@@ -219,8 +214,6 @@ class BlockCosts(PartCosts):
             everything = self.bytes_per_token if self.full_bytes_per_token is None else self.full_bytes_per_token
             sizes = None if own is None else own.full_bytes_per_token, self.attended_bytes_per_token
         full, attended = sizes
-        if attended is not None and (split or not mode):  # the attention at the stage's end is reached before this MLP is freed
-            attended += self.first_mlp_bytes_per_token
         return everything if full is None else full, everything if attended is None else attended
 
 
@@ -245,7 +238,7 @@ class StageCosts:
 
     @property
     def inner(self) -> tuple[BlockCosts, ...]:
-        """Blocks that are neither layers nor ends: halves of layers, and any that others add."""
+        """Blocks that are neither layers nor ends: multi-token prediction, and any that others add."""
         return tuple(block for block in self.blocks if block.group == 1)
 
     @property
@@ -265,11 +258,6 @@ class StageCosts:
     @property
     def num_layers(self) -> int:
         return self.layers.count
-
-    @property
-    def num_halves(self) -> int:
-        """Half layers of the stage: twice its layers, and one more if it has a half."""
-        return 2 * self.num_layers + sum(block.kind in (ATTENTION, MLP) for block in self.blocks)
 
     @property
     def num_cached_layers(self) -> int:
@@ -313,8 +301,8 @@ class StageCosts:
 
     @property
     def exchange(self) -> LinearTime:
-        """Time of the exchange in the stage's forward, equal to its backward's; a half layer has half of a layer's exchange."""
-        return sum((block.exchange for block in self.inner), self.layers.exchange.scaled(self.num_halves / 2))
+        """Time of the exchange in the stage's forward, equal to its backward's."""
+        return sum((block.exchange for block in self.inner), self.layers.exchange.scaled(self.num_layers))
 
     def with_lines(self, name: str, layer: LinearTime, inner: LinearTime, ends: LinearTime) -> StageCosts:
         """Return the stage with other times of a pass, see `lines`. The last of several inner blocks, or ends, has all."""
@@ -330,10 +318,9 @@ class StageCosts:
             cached = 0.0 if block.kv is None else block.parts * block.cached_share * block.kv.bytes_per_token
             modes = dict.fromkeys(block.recompute, ModeCosts(NO_TIME, cached))
             sizes = dict.fromkeys(("bytes_per_token", "input_bytes_per_token"), cached)
-            nothing = dict.fromkeys(("weight_bytes_per_token", "first_mlp_bytes_per_token"), 0.0)
             times = dict.fromkeys(("backward", "weight", "exchange"), NO_TIME)
             kv = block.kv and replace(block.kv, gradient_bytes_per_token=0.0, many_gradient_bytes_per_token=0.0)
-            changes: dict[str, Any] = {**sizes, **UNKNOWN_BYTES, **nothing, **times}
+            changes: dict[str, Any] = {**sizes, **UNKNOWN_BYTES, "weight_bytes_per_token": 0.0, **times}
             blocks.append(replace(block, recompute=modes, kv=kv, **changes))
         blocks[0] = replace(blocks[0], backward=LinearTime(_IDLE_US))
         return replace(self, blocks=tuple(blocks), unlike=())

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_epp.cost.blocks import CODEC, HEAD, PREDICTION, BlockCosts, StageCosts, check_stage
 from megatron_epp.cost.kv_costs import KVOffloadCosts, kv_offload_costs
-from megatron_epp.cost.memory import CACHE_GRADIENT, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
+from megatron_epp.cost.memory import LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
 from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, LinearTime, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
@@ -71,16 +71,6 @@ class PipelineCosts:
     @property
     def num_layers(self) -> tuple[int, ...]:
         return tuple(stage.num_layers for stage in self.stages)
-
-    @property
-    def num_halves(self) -> tuple[int, ...]:
-        return tuple(stage.num_halves for stage in self.stages)
-
-    @property
-    def half_layers(self) -> tuple[int, ...]:
-        """Number of half layers of each stage besides its layers, 0 or 1; empty if no stage has one."""
-        halves = tuple(count % 2 for count in self.num_halves)
-        return halves if any(halves) else ()
 
     @property
     def num_cached_layers(self) -> tuple[int, ...]:
@@ -261,26 +251,22 @@ class PipelineCosts:
         return own.layers if layer is None else own.unlike[layer]
 
     def num_cached_inner(self, stage: int) -> int:
-        """Number of the stage's attentions with a cache besides its layers: at its end, or of multi-token prediction."""
+        """Number of the stage's attentions with a cache besides its layers': those of multi-token prediction."""
         return sum(block.count for block in self.stages[stage].inner if block.kv is not None)
 
-    def half_layer_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
-        """Bytes by item that a backward holds from start to end, besides its layers' peaks: gradients of keys and values of an
-        attention at the stage's end, and the input of an MLP at its start that counts as a layer with such an attention.
-        """
+    def inner_gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Bytes of gradients of keys and values of inner blocks, which a backward holds besides its layers' peaks."""
         own = self.stages[stage]
         every = sum((block.num_cached * block.kv_gradient_bytes(work) for block in own.inner), 0.0 * work.tokens)
-        gradient = np.where(work.last, every, 0.0)
-        of_mlp = own.layers.input_bytes_per_token if own.layers.first_mlp_bytes_per_token else 0.0
-        return {CACHE_GRADIENT: self._whole_bytes(gradient), INPUTS: self._whole_bytes(of_mlp * work.tokens)}
+        return self._whole_bytes(np.where(work.last, every, 0.0))
 
-    def half_peak_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+    def behind_peak_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes that the backward of a block behind the layers needs for a moment (`BlockCosts.passing_bytes`)."""
         passing = [block.passing_bytes(work) for block in self.stages[stage].behind]
         return self._whole_bytes(np.maximum.reduce([0.0 * work.tokens, *passing]))
 
     def gradients_not_yet_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes of gradients in `half_layer_items` that are not there at the most that a backward holds before it reaches the
+        """Bytes of `inner_gradient_bytes` that are not there at the most that a backward holds before it reaches the
         layers: those of multi-token prediction, which come after logits are freed.
         """
         freed, less = self.head_bytes(stage, work), 0.0 * work.tokens
@@ -290,14 +276,9 @@ class PipelineCosts:
                 less = less + np.where(work.last, block.num_cached * block.kv_gradient_bytes(work), 0.0) - there
         return self._freed_bytes(less)
 
-    def half_freed_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+    def behind_freed_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes that a backward frees when it has passed the inner blocks behind the layers, before it reaches these."""
         return self._freed_bytes(self._kept_bytes(self.stages[stage].behind, work))
-
-    def first_mlp_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes of such an MLP besides its input if it keeps everything: a backward frees it last."""
-        own = self.stages[stage].layers
-        return self._whole_bytes(max(0.0, own.first_mlp_bytes_per_token - own.input_bytes_per_token) * work.tokens)
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of `activation_bytes` that the last stage's backward frees before it reaches the layers."""

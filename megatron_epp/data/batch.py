@@ -123,15 +123,12 @@ class InputArrays(NamedTuple):
 
 
 class InputColumns(NamedTuple):
-    """Names and shapes of what a model reads of samples besides tokens."""
-
     names: tuple[str, ...] | None = None  # of columns for a caller's function; None without such a function
     axes: int = 1  # of positions; 1 for the places of tokens in their sequence
     routing: Routing | None = None
 
 
-OF_TOKENS = InputColumns()
-"""Tokens and their places alone."""
+OF_TOKENS = InputColumns()  # tokens and their places alone
 
 
 class LossColumns(NamedTuple):
@@ -210,7 +207,6 @@ class GlobalBatch:
         return restored_batch, ({key: getattr(self, key) for key in _PICKLED},)
 
     def name_of(self, sequence: int) -> str:
-        """Return the name of a sequence of this batch in errors: its sample's, if the dataset has names."""
         index = self.indices[sequence]
         names: Sequence[str] = getattr(self.dataset, "names", ())
         return names[index] if names else f"sequence {index}"

@@ -19,18 +19,15 @@ from megatron_epp.data.chat_fields import Fields, Message, count_fields, marked,
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import brief, brief_text, one_line, printable
 
-ASSISTANT = "assistant"
-"""Role of the messages that models learn to write, and whose tokens templates can mark."""
-TURNS = ("all", "last")
-"""Which messages of the trained roles are trained."""
+ASSISTANT = "assistant"  # role of the messages that models learn to write, and whose tokens templates can mark
+TURNS = ("all", "last")  # which messages of the trained roles are trained
 SWITCHES = ("weight", "train")
 """Fields of messages, which templates do not get, that say whether one is trained: 1 or true, 0 or false."""
 OF_LINES = " (of chat_template_kwargs)"
 """Suffix of the name of a variable that a line gives to the template, where it is counted among the fields."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Start of the part of a chat template that the model writes, by which tokenizers make a mask of their own."""
-_MARKS = ("zq0qz", "QZ0ZQ")
-"""Texts that begin with different tokens, so that no text begins as both."""
+_MARKS = ("zq0qz", "QZ0ZQ")  # texts that begin with different tokens, so that no text begins as both
 _MOST_ENDS = 3
 _MOST_PARTS, _MOST_LINES, _MOST_COLUMNS = 12, 8, 100
 """Most parts of a sample, lines of a part, and characters of a line that are shown whole."""

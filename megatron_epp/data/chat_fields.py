@@ -15,14 +15,11 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 """Function from messages to the text that a template makes of them; raises any error that the template does."""
 
-TOOLS = "tools (of lines)"
-"""Name under which the descriptions of tools of conversations are counted."""
+TOOLS = "tools (of lines)"  # name under which the descriptions of tools of conversations are counted
 
 
 @dataclass(slots=True)
 class Fields:
-    """Counts over conversations."""
-
     # Messages that have a field with a value, by its name; the role is none, and the content is counted only of messages with
     # further fields, or if it is not rendered as it is. `TOOLS` counts conversations.
     present: Counter[str] = field(default_factory=Counter)
@@ -213,13 +210,11 @@ def _unchanged(messages: Sequence[Message], items: list[tuple[int, str]], whole:
 
 
 def _with(messages: Sequence[Message], number: int, name: str, value: object) -> list[Message]:
-    """Return the messages with another value in one message's field; None removes the field."""
     changed = {key: other for key, other in messages[number].items() if key != name} | ({} if value is None else {name: value})
     return [*messages[:number], changed, *messages[number + 1 :]]
 
 
 def _differs(render: Render, messages: Sequence[Message], whole: str) -> bool:
-    """Return True if messages are rendered as another text, or cannot be."""
     try:
         return render(messages) != whole
     except Exception:  # whatever the template raises without a field that it needs

@@ -3,28 +3,33 @@ positions, and the mask of the trained tokens, in a file next to the pair: one u
 
 Layout of an index: 9 bytes magic, u64 version, u8 type code, u64 sequences, u64 document boundaries; then an int32 length and
 an int64 byte offset per sequence, an int64 boundary per document plus one, and for multimodal files an int8 mode per sequence.
+Trained tokens are counted of documents, also of what truncation leaves of them, and of a batch's sequences, for plans.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.problem import TrainedParts
 
-REMAKE = "make it again with `megatron-epp prepare` or Megatron's preprocess_data.py"
-"""Remedy for an index that cannot be read."""
+if TYPE_CHECKING:  # which needs torch
+    from megatron_epp.data.batch import SequenceDataset
+
+REMAKE = "make it again with `megatron-epp prepare` or Megatron's preprocess_data.py"  # remedy for an index that cannot be read
 LONG_DOCUMENTS = ("split", "truncate")
 """Treatments of a document with more positions than a sequence may have: several sequences, or its beginning only."""
 DOCUMENTS = (*LONG_DOCUMENTS, "stream")
 """Ways to make samples of documents: sequences by themselves, or a stream of all, cut into samples of one length."""
-MASK_SUFFIX = ".mask"
-"""Suffix of the file, after the prefix of the pair."""
+MASK_SUFFIX = ".mask"  # suffix of the file, after the prefix of the pair
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 
@@ -39,7 +44,6 @@ class Header(NamedTuple):
 
 
 def read_header(path: str) -> Header:
-    """Read a header. Raises `EppError` if the file is no index of this version and size, or there are no documents."""
     num_bytes = os.path.getsize(path)
     with open(path, "rb") as stream:
         raw = stream.read(_HEADER.size)
@@ -190,3 +194,67 @@ class TokenMask:
 def open_mask(prefix: str, num_tokens: int, mmap: bool = True) -> TokenMask | None:
     """Open the mask of a pair; None if there is none, and all tokens are trained."""
     return TokenMask(prefix, num_tokens, mmap) if os.path.exists(prefix + MASK_SUFFIX) else None
+
+
+PARTS = 16  # most parts of a sequence that are counted by themselves, since an answer may be in its last slices only
+
+
+_BLOCK_TOKENS = 1 << 20  # tokens of documents whose mask is read at once, unless one document has more
+
+
+class TrainedLabels(NamedTuple):
+    """Numbers of trained labels of some documents: all, and the part that truncation removes."""
+
+    total: int
+    cut: int
+
+
+def trained_labels(
+    read: Callable[[int, int], Mask], first: int, num_tokens: Index, limit: int | None = None
+) -> Iterator[TrainedLabels]:
+    """Yield the trained labels of consecutive documents of these tokens each, truncated to `limit` positions, for blocks of
+    them.
+
+    Args:
+        read: returns the mask of tokens from one to before another of a pair.
+        first: number of the pair's tokens before the first document.
+    """
+    ends = np.cumsum(num_tokens, dtype=np.int64)
+    document = 0
+    while document < len(ends):
+        start = int(ends[document - 1]) if document else 0
+        after = max(document + 1, int(np.searchsorted(ends, start + _BLOCK_TOKENS, side="right")))
+        mask = read(first + start, first + int(ends[after - 1]))
+        lengths = num_tokens[document:after]
+        begins = ends[document:after] - lengths - start
+        total = int(mask.sum(dtype=np.int64)) - int(mask[begins[lengths > 0]].sum(dtype=np.int64))
+        long = np.flatnonzero(lengths > limit + 1) if limit is not None else ()
+        cut = sum(int(mask[begins[at] + limit + 1 : begins[at] + lengths[at]].sum(dtype=np.int64)) for at in long)
+        yield TrainedLabels(total, cut)
+        document = after
+
+
+def any_trained(dataset: SequenceDataset, indices: Sequence[int]) -> bool:
+    """Return True if some token of sequences is trained; their masks are read up to the first that has one."""
+    for index in indices:
+        mask = dataset.trained(index, 1, int(dataset.lengths[index]) + 1)
+        if mask is None or mask.any():
+            return True
+    return False
+
+
+def trained_parts(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[TrainedParts, ...]:
+    """Return the trained tokens of sequences, each in equal parts; empty if all their tokens are trained."""
+    counts = tuple(_counted(dataset, index) for index in indices)
+    total = sum(int(dataset.lengths[index]) for index in indices)
+    return counts if sum(map(sum, counts)) < total else ()
+
+
+def _counted(dataset: SequenceDataset, index: int) -> TrainedParts:
+    length = int(dataset.lengths[index])
+    mask = dataset.trained(index, 1, length + 1)
+    if mask is None:
+        return (length,)
+    count = min(PARTS, length)
+    edges = [length * part // count for part in range(count + 1)]
+    return tuple(int(mask[start:end].sum(dtype=np.int64)) for start, end in pairwise(edges))

@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
-from megatron_epp.data.trained_tokens import any_trained, trained_parts
+from megatron_epp.data.indexed_documents import any_trained, trained_parts
 from megatron_epp.plan import Action, EppError
 from megatron_epp.plan.problem import Lengths, Spans, by_count
 from megatron_epp.port.packed import PackedPlans
 
-MakePlans = Callable[[Lengths], PackedPlans]
-"""Function from a whole global batch to the plans for the shares of some replicas."""
+MakePlans = Callable[[Lengths], PackedPlans]  # function from a whole global batch to the plans for the shares of some replicas
 
 PlansOrError = PackedPlans | Exception
 """Message of the planning rank to the others for one batch: its plans, or the error of planning."""
@@ -52,8 +51,7 @@ class PlanSource:
     prepare: Callable[[GlobalBatch, tuple[Action, ...]], object] = lambda batch, actions: None
 
 
-type _Prepared = tuple[GlobalBatch, int]
-"""A replica's part of a batch with its plan, and the checksum of the batch's division."""
+type _Prepared = tuple[GlobalBatch, int]  # a replica's part of a batch with its plan, and the checksum of the batch's division
 
 
 class PlannedBatches(Iterator[GlobalBatch]):

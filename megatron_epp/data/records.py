@@ -19,8 +19,7 @@ RECORD_SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _PARQUET = b"PAR1"
 _HEAD_BYTES = 512
-_ROWS = 1024
-"""Rows of Parquet that are converted at once."""
+_ROWS = 1024  # rows of Parquet that are converted at once
 
 Origin = Callable[[str, int], str]
 """Function from the kind of a record, "line" or "row", and its number, from 1 on, to its name in messages."""

@@ -13,8 +13,7 @@ from megatron_epp.plan.errors import EppError
 if TYPE_CHECKING:
     from megatron_epp.plan.chunk import Segment
 
-ROUTES = "routes"
-"""Key of a sample with its routes."""
+ROUTES = "routes"  # key of a sample with its routes
 
 
 class Routing(NamedTuple):

@@ -9,14 +9,11 @@ from numpy.typing import NDArray
 
 from megatron_epp.plan.errors import EppError, Remedy
 
-_AT_ONCE = 1024
-"""Sequences whose lengths are added up at a time."""
+_AT_ONCE = 1024  # sequences whose lengths are added up at a time
 _LARGE = 1 << 24
 """Sequences above which the order of an epoch is computed entry by entry. Up to here a rank holds at most 64 MB of it."""
-_PART = 1 << 20
-"""Entries that are computed at a time, since intermediate values take several times their memory."""
-_ROUNDS = 8
-"""Rounds of the network that permutes. Four do with random functions (Luby and Rackoff, 1988); these are hashes."""
+_PART = 1 << 20  # entries that are computed at a time, since intermediate values take several times their memory
+_ROUNDS = 8  # rounds of the network that permutes. Four do with random functions (Luby and Rackoff, 1988); these are hashes.
 
 
 def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 TOKENS, TRAINED, GROUP, SPANS, POSITIONS = "tokens", "trained", "group", "spans", "positions"
 """Keys of a sample that are no columns."""
-_EXACT = 1 << 24
-"""Whole numbers below it are exact in fp32, in which columns travel."""
+_EXACT = 1 << 24  # whole numbers below it are exact in fp32, in which columns travel
 
 
 def columns_of(loss: Loss) -> LossColumns:
@@ -166,7 +165,6 @@ class Samples:
         return np.broadcast_to(values, end - start) if values.ndim == 0 else values[start:end]
 
     def take_payloads(self, other: Samples) -> None:
-        """Use the payloads of samples that are equal but for these."""
         self._samples = other._samples
 
 

@@ -17,10 +17,8 @@ from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.reading import brief, naming_file, nearest, of_type, read_text
 from megatron_epp.plan.writing import write_text
 
-SUFFIX = ".tokenizer.json"
-"""Suffix of the file, after the prefix of the pair."""
-_IDS = "NullTokenizer"
-"""The kind of tokenizer that reads ids instead of text."""
+SUFFIX = ".tokenizer.json"  # suffix of the file, after the prefix of the pair
+_IDS = "NullTokenizer"  # the kind of tokenizer that reads ids instead of text
 _SAMPLE = (
     "The quick brown fox jumps over 13 lazy dogs; it's 2.50 EUR (or $3,14), isn't it?\n\n"
     "\tdef f(x: int) -> list[str]:\n        return [f'{x!r}_{i:>8}' for i in range(10**6)]  # https://example.org/?q=a%20b\n"
@@ -35,8 +33,6 @@ _SAMPLE = (
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Properties that distinguish tokenizers."""
-
     kind: str  # Megatron's ``tokenizer_type``
     model: str | None  # its name or path; None if it has none
     vocab_size: int  # all ids are below it, `eod` included, which ends a document
@@ -145,7 +141,6 @@ def _refusal(prefix: str, record: TokenRecord, named: str) -> EppError:
 
 
 def check_ids(prefix: str, ids: np.ndarray, vocab_size: int, first: int = 0) -> None:
-    """Raise `EppError` if an id is not in the vocabulary."""
     if len(ids) and not (ids.max() < vocab_size and (ids.dtype.kind == "u" or ids.min() >= 0)):
         at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         raise EppError(

@@ -30,13 +30,11 @@ from typing import Any
 logger = logging.getLogger(__name__)
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
-FOLDER_VARIABLE = "EPP_LAUNCHER_FOLDER"
-"""Environment variable that names the folder to the launcher's processes."""
+FOLDER_VARIABLE = "EPP_LAUNCHER_FOLDER"  # environment variable that names the folder to the launcher's processes
 _LOCK = "lock"
 _MOST_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 """Longest path of a folder in which the paths of sockets are short enough for the system."""
-FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the path of the error file that torchrun gives a process."""
+FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # environment variable with the path of the error file that torchrun gives a process
 _REFUSAL_KEY, _EXIT_CODE_KEY = "megatron_epp", "exit_code"
 
 

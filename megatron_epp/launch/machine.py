@@ -17,14 +17,11 @@ EXPANDABLE = "expandable_segments:True"
 
 TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 """Variable with which NVIDIA's containers let torch multiply fp32 matrices in TF32, with relative errors of about 3e-4."""
-SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""Variable that lets ranks share a GPU, from NCCL 2.30 on."""
-NO_TF32 = {TF32: "0"}
-"""Variables of runs in fp32 that others are compared with."""
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # variable that lets ranks share a GPU, from NCCL 2.30 on
+NO_TF32 = {TF32: "0"}  # variables of runs in fp32 that others are compared with
 
 
 def cpu_name() -> str:
-    """Name of this machine's processor and its number of cores, as profiles record it."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
@@ -69,7 +66,6 @@ def sharing_gpus(num_ranks: int) -> dict[str, str]:
 
 
 def machine() -> str:
-    """Name of this machine's GPUs, or of its processor if it has none."""
     if not (gpus := count_gpus()):
         return cpu_name()
     import torch
@@ -78,7 +74,6 @@ def machine() -> str:
 
 
 def free_port() -> int:
-    """A port on which a process of this machine can listen."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -101,5 +96,4 @@ def allocator_environment(environment: Mapping[str, str], torch_version: str) ->
 
 
 def segments_expand(environment: Mapping[str, str], torch_version: str) -> bool:
-    """True if the allocator's segments are expandable."""
     return EXPANDABLE in (allocator_setting(environment, torch_version)[1] or "")

@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 LOCK = "epp-run.lock"
 _MOST_BYTES = 4096
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_held: dict[Path, int] = {}
-"""Open handles of the folders that this process holds, which the system closes when it ends."""
+_held: dict[Path, int] = {}  # open handles of the folders that this process holds, which the system closes when it ends
 
 
 def hold(folder: str | os.PathLike[str], run: str) -> None:

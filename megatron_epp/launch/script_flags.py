@@ -15,8 +15,7 @@ from megatron_epp.plan.reading import brief, nearest
 if TYPE_CHECKING:
     from megatron_epp.launch.yaml_settings import Settings
 
-_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
-"""Pattern of negative numbers, which argparse reads as values."""
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")  # pattern of negative numbers, which argparse reads as values
 
 
 class SuggestingParser(argparse.ArgumentParser):

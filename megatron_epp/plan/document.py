@@ -15,7 +15,7 @@ from megatron_epp.plan.plan import SCHEMA, VERSION, Plan, Step
 from megatron_epp.plan.reading import brief, number, of_type, whole
 from megatron_epp.plan.recompute import Recompute
 
-_LEFT_OUT_IF_EMPTY = ("kv_offload", "host_links", "host_cap_bytes", "message_bytes", "half_layers", "loss_groups")
+_LEFT_OUT_IF_EMPTY = ("kv_offload", "host_links", "host_cap_bytes", "message_bytes", "loss_groups")
 _FIELDS = (
     *("schema", "version", "lengths", "num_stages", "num_ranks", "num_layers", "placement", "token_multiple", "forward_only"),
     *("chunks", "recompute", "recompute_us", "offload_share", "ranks", "copies", "messages", "static_bytes", "cap_bytes"),

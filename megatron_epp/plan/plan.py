@@ -167,7 +167,6 @@ class Plan:
         lengths: tokens of every sequence.
         chunks: the chunk table; every token of every sequence is in exactly one chunk.
         num_layers: transformer layers of each stage, an MLP at its start and an attention at its end counted as one.
-        half_layers: for each stage, 1 if it has half a layer besides these, else 0; empty if no stage has.
         placement: the rank that runs each stage.
         recompute: ``[stage][chunk]``, number of the stage's layers that recompute in backward, for each recompute mode.
         recompute_us: ``[stage][chunk]``, time of recompute, a part of the backward's time.
@@ -207,7 +206,6 @@ class Plan:
     host_cap_bytes: tuple[int, ...] = ()
     host_links: tuple[int, ...] = ()
     message_bytes: tuple[int, ...] = ()
-    half_layers: tuple[int, ...] = ()
     loss_groups: tuple[tuple[int, ...], ...] = ()
     extensions: tuple[Extension, ...] = ()
     token_multiple: int = 1

@@ -17,7 +17,7 @@ from megatron_epp.plan.reading import brief, infinite_at, naming_file, parse_jso
 from megatron_epp.plan.writing import write_text
 
 _ON_ONE_LINE = frozenset(
-    ("lengths", "num_layers", "half_layers", "placement", "host_links", "static_bytes", "cap_bytes", "host_cap_bytes", "notes")
+    ("lengths", "num_layers", "placement", "host_links", "static_bytes", "cap_bytes", "host_cap_bytes", "notes")
 )
 
 

@@ -58,7 +58,6 @@ def written(problem: Problem, costs: Costs, options: Options, decisions: Decisio
         lengths=problem.lengths,
         chunks=decisions.chunks,
         num_layers=costs.num_layers,
-        half_layers=costs.half_layers,
         placement=problem.placement,
         recompute=tuple(
             tuple(tables.recompute(stage, c, num_steps) for c, num_steps in enumerate(row))

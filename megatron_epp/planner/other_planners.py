@@ -44,7 +44,7 @@ def plan_by_name(problem: Problem, costs: Costs, options: Options, names_cap: bo
 def plan_of_decisions(problem: Problem, costs: Costs, options: Options, decisions: Decisions) -> Plan:
     """Turn decisions of any planner into a plan, as `build_plan` does. Raises `PlanError`, with the report, for mistakes."""
     if not isinstance(decisions, Decisions):
-        raise PlanError(f"planner {options.planner!r} returned {brief(decisions)}; a planner returns `Decisions`")
+        raise PlanError(f"planner {options.planner} returned {brief(decisions)}; a planner returns `Decisions`")
     refuse_mistakes(decisions, problem, costs, options.planner)
     tables = decisions.tables(decisions.padded(problem), costs)
     recompute_steps = whole_layers(decisions, problem, costs, tables, options.planner)

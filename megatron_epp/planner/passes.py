@@ -105,11 +105,9 @@ class BackwardBytes[Bytes](NamedTuple):
 
     Attributes:
         constant: held all along, besides the layers' peaks.
-        at_half: in addition while it passes the attention half at the end of its stage, before it frees anything.
-        reached: what it has freed (below zero) or added when it reaches its last layer: head, halves behind the layers, inputs
+        behind: in addition while it passes blocks behind the layers, before it frees anything.
+        reached: what it has freed (below zero) or added when it reaches its last layer: head, blocks behind the layers, inputs
             for their split weight gradients.
-        first_mlp: of the MLP at the start of a stage, where it counts as one layer with the attention at the stage's end and
-            that layer keeps everything. A backward comes to that attention first, and frees the MLP last.
         activations: by a layer from forward to backward.
         peak: of a layer while its backward runs, `activations` included.
         gone: freed with a layer besides `activations`: keys and values and their gradient with a sequence's first slice, less
@@ -117,9 +115,8 @@ class BackwardBytes[Bytes](NamedTuple):
     """
 
     constant: Bytes
-    at_half: Bytes
+    behind: Bytes
     reached: Bytes
-    first_mlp: Bytes
     activations: Bytes
     peak: Bytes
     gone: Bytes
@@ -137,24 +134,21 @@ class LayerGroup(NamedTuple):
 def moments(sizes: BackwardBytes[Numbers], groups: Sequence[LayerGroup]) -> Iterator[Numbers]:
     """Yield the bytes above those live when a backward starts, at every moment at which they can be most.
 
-    A backward first frees the bytes that the head kept, then those of an attention at the stage's end, which needs more for a
-    moment. At each layer memory rises for a while, by what recompute makes again, or by the gradient of its keys and values,
-    which stays; then the bytes that the layer kept are freed, and with a sequence's first slice its keys and values and their
-    gradient. Equal layers have their peak at the first or the last of them, or at the second where the first keeps an MLP until
-    the end.
+    A backward first frees the bytes that the head kept, then those of blocks behind the layers, which need more for a moment.
+    At each layer memory rises for a while, by what recompute makes again, or by the gradient of its keys and values, which
+    stays; then the bytes that the layer kept are freed, and with a sequence's first slice its keys and values and their
+    gradient. Equal layers have their peak at the first or the last of them.
 
     Groups are in the order in which a backward comes to them, and their sizes, arrays that broadcast, take the place of those
-    of a layer in `sizes`, whose `first_mlp` is zero where the first layer does not keep it.
+    of a layer in `sizes`.
     """
-    yield (start := sizes.constant + sizes.at_half)
+    yield (start := sizes.constant + sizes.behind)
     live = sizes.constant + sizes.reached
     if not groups:
         yield live
-    for at, (count, activations, peak, gone) in enumerate(groups):
+    for count, activations, peak, gone in groups:
         rise, freed = peak - activations, activations + gone
         yield np.where(count > 0, live + rise, start)
-        live = live + (sizes.first_mlp if at == 0 else 0)
-        yield np.where(count > 1, live - freed + rise, start)
         yield np.where(count > 1, live - (count - 1) * freed + rise, start)
         live = live - count * freed
 
@@ -169,23 +163,22 @@ def backward_items(
     passed.
     """
     (opened, goes), comes = costs.opened_bytes(stage, work), costs.gradient_bytes(stage, work) * work.last
-    (caches, cached), halves = costs.caches_of(stage, layer), costs.num_cached_inner(stage)
+    (caches, cached), inner = costs.caches_of(stage, layer), costs.num_cached_inner(stage)
     of_cache, together, net = (caches * sizes // cached for sizes in (opened, opened + goes, opened + goes - comes))
     peak, activations = costs.layer_peak_bytes(stage, work, mode, layer), costs.layer_bytes(stage, work, mode, layer)
     own, held = items.RECOMPUTE_MODE_ITEMS.get(mode, items.LAYERS), activations if mode else 0 * activations
     sizes: BackwardBytes[dict[str, IntColumn]] = BackwardBytes(
-        constant=costs.half_layer_items(stage, work),
-        at_half={
-            items.LAYERS: costs.half_peak_bytes(stage, work),
+        constant={items.CACHE_GRADIENT: costs.inner_gradient_bytes(stage, work)},
+        behind={
+            items.LAYERS: costs.behind_peak_bytes(stage, work),
             items.CACHE_GRADIENT: 0 * opened if split else -costs.gradients_not_yet_bytes(stage, work),
         },
         reached={
             items.HEAD: -costs.head_bytes(stage, work),
-            items.LAYERS: -costs.half_freed_bytes(stage, work),
-            items.CACHE: -of_cache * halves,
-            items.CACHE_GRADIENT: (of_cache - together) * halves,
+            items.LAYERS: -costs.behind_freed_bytes(stage, work),
+            items.CACHE: -of_cache * inner,
+            items.CACHE_GRADIENT: (of_cache - together) * inner,
         },
-        first_mlp={items.LAYERS: costs.first_mlp_bytes(stage, work)},
         activations={own: activations},
         peak={
             own: held,
@@ -289,12 +282,11 @@ class StagePasses:
         less, more = (np.cumsum(rows, axis=0) - rows for rows in (saved, fuller))  # of a layer, after so many steps
 
         def most_bytes(sizes: BackwardBytes[Numbers], more: Numbers) -> Numbers:
-            keeps_mlp = (full[:, None] == 0) & (layers > 1)
             groups = [
                 LayerGroup(count, sizes.activations - less[steps], sizes.peak + more[steps], sizes.gone)
                 for count, steps in ((layers - rest, full), (rest, following))
             ]
-            peaks = moments(sizes._replace(first_mlp=sizes.first_mlp * keeps_mlp), groups if layers else ())
+            peaks = moments(sizes, groups if layers else ())
             return np.asarray(np.maximum.reduce([*np.broadcast_arrays(*peaks)]))
 
         if not self._is_unlike:
@@ -362,7 +354,7 @@ def _most_of_unlike(sizes: BackwardBytes[Numbers], layers: LayerGroup) -> Number
     most = live - all_freed + np.flip(np.maximum.accumulate(np.flip(height, 1), axis=1), 1)  # from a layer to the last one
     ahead = np.maximum.accumulate(height, axis=1)[1:, :-1] - before[1:, 1:]  # of those before it, which have taken a step more
     most[:-1, 1:] = np.maximum(most[:-1, 1:], live - (all_freed - before)[:-1, 1:] + ahead)
-    most = np.maximum(most, sizes.constant + sizes.at_half)
+    most = np.maximum(most, sizes.constant + sizes.behind)
     num_steps = (len(rise) - 1) * rise.shape[1]
     return np.asarray(most.reshape(-1, rise.shape[2])[: num_steps + 1])
 

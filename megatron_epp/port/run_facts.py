@@ -57,7 +57,6 @@ class LayoutQuestion:
     cap_bytes: int
     token_multiple: int
     options: Options
-    halves: bool  # stages may begin inside a layer
     vocabulary: str  # "on", "off", or "auto" to try both
     opens_weights: bool = False  # weight gradients may be split off
     longest: int = 0  # tokens of the longest sequence, where the logits of whole chunks may be chosen; else 0

@@ -80,7 +80,7 @@ class Run(Case):
     @property
     def balanced(self) -> Layout:
         layers = balanced_layers(self.profile, self.shape.num_layers, self.stages, self.other_lengths)
-        return Layout.of_layers(layers, Placement("looped", self.stages, 1))
+        return Layout(layers, Placement("looped", self.stages, 1))
 
     def planned(self, layout: Layout, *, splits_weight: bool = False) -> Plan | None:
         problem: Problem = replace(self.problem, placement=layout.placement.rank_of)

@@ -45,9 +45,7 @@ def drawn(seed: int) -> tuple[Problem, Costs, Options]:
     while True:
         ranks, chunks = int(random.choice((2, 3, 4))), int(random.choice((1, 1, 2)))
         kind: Literal["looped", "v"] = "v" if random.rand() < 0.5 else "looped"
-        layout = Layout.of_layers(
-            even_layers(LAYERS, ranks * chunks), Placement(kind if chunks > 1 else "looped", ranks, chunks)
-        )
+        layout = Layout(even_layers(LAYERS, ranks * chunks), Placement(kind if chunks > 1 else "looped", ranks, chunks))
         whole = sequence_lengths.wikipedia(int(random.randint(2, 9)), int(random.randint(1 << 30)))
         lengths = tuple(np.minimum(whole, int(random.choice(CONTEXTS))).tolist())
         options = Options(split_weight=bool(random.rand() < 0.5), offload=bool(random.rand() < 1 / 3))

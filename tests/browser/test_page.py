@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.plan.simulation import simulate
-from megatron_epp.tools.report.page.data import Shown
-from megatron_epp.tools.report.page.html import save_page
+from megatron_epp.tools.report.page.html import Shown, save_page
 from tests.support.plan.report_plans import measured_run, sliced_plan, with_offload
 
 webdriver = pytest.importorskip("selenium.webdriver", reason='needs selenium: pip install "megatron-epp[dev]"')

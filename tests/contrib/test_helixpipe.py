@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A, G
-from megatron_epp.contrib.helix.costs import with_separate_attention
+from megatron_epp.contrib.helix.costs import cut_at_attention, with_separate_attention
 from megatron_epp.contrib.helix.helixpipe import HelixLayout, helixpipe
 from megatron_epp.contrib.papers.fixed_order import Batch
 from megatron_epp.cost.work import NO_TIME
@@ -30,8 +30,11 @@ LENGTHS = (9000, 8192, 8192, 7000, 6000, 8192, 3000, 8192)
 
 def blocks(attention: bool = True):
     layout = HelixLayout.of(8, 4)
-    costs = analytic_profile(SHAPE, H100).costs(layout.layers, state_bytes_per_parameter=7.5)
-    return layout, layout.costs_of(costs) if attention else costs
+    profile = analytic_profile(SHAPE, H100)
+    costs = profile.costs(layout.layers, state_bytes_per_parameter=7.5)
+    if attention:
+        return layout, layout.costs_of(costs, profile)
+    return layout, cut_at_attention(costs, profile)
 
 
 @pytest.fixture(scope="module")

@@ -252,14 +252,14 @@ def uneven(layout: Layout) -> PipelineCosts:
     kept = ("layer", "full", "weight", "recomputed_layer")
     stages = [
         stage_of(
-            num_layers=halves // 2,
+            num_layers=count,
             forward=one,
             backward=two,
             weight=one,
             kv_bytes_per_token=0.0,
             **{f"{name}_bytes_per_token": 1.0 for name in kept},
         )
-        for halves in layout.halves
+        for count in layout.layers
     ]
     stages[-1] = stages[-1].changed(HEAD, forward=two, backward=four, weight=two)
     return PipelineCosts("uneven", tuple(stages), hidden_bytes_per_token=0.0)
@@ -272,7 +272,7 @@ def chosen(microbatches: int, *, split: bool, placed: bool, several: float = 0.0
     placements = () if placed else placements_of(2)[:1]
     # The example's gains are of a few units; a run asks for more, since its costs are estimates.
     with mock.patch.multiple(layout_choice, MIN_GAIN_SHARE=0.005, MIN_GAIN_OF_SEVERAL_SHARE=several):
-        return choose(Sample((asked,), uneven, 4, options, halves=False, placements=placements))
+        return choose(Sample((asked,), uneven, 4, options, placements=placements))
 
 
 @pytest.mark.parametrize("m", [4, 8])

@@ -78,7 +78,7 @@ def test_slimpipe_has_as_many_slices_as_ranks_or_a_multiple_of_them():
 def test_greedy_is_as_fast_as_slimpipe_where_slices_of_equal_length_are_best():
     _, drawn_problem = drawn(70)  # of 64 sequences, under 1.9 times the least cap
     problem = replace(drawn_problem, placement=TWO_EACH)
-    costs = bench_costs(Layout.of_layers(even_layers(LAYERS, 8), Placement("looped", 4, 2)), max(problem.lengths))
+    costs = bench_costs(Layout(even_layers(LAYERS, 8), Placement("looped", 4, 2)), max(problem.lengths))
     ours, theirs = (plan(problem, costs, Options(planner=name)) for name in ("greedy", "slimpipe"))
     assert ours.predicted.makespan_us <= 1.005 * theirs.predicted.makespan_us
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_epp.data import trained_tokens
+from megatron_epp.data import indexed_documents
 from megatron_epp.data.batch import ChunkArrays, GlobalBatch
+from megatron_epp.data.indexed_documents import PARTS, any_trained, trained_labels, trained_parts
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
-from megatron_epp.data.trained_tokens import PARTS, any_trained, trained_labels, trained_parts
 from megatron_epp.plan import EppError, Segment
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
@@ -171,7 +171,7 @@ def test_the_planner_gets_them_with_the_lengths():
 @pytest.mark.parametrize("block_tokens", [1, 7, 1000])
 @pytest.mark.parametrize("limit", [None, 0, 4, 20])
 def test_labels_are_counted_by_blocks_of_documents(monkeypatch, block_tokens, limit):
-    monkeypatch.setattr(trained_tokens, "_BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(indexed_documents, "_BLOCK_TOKENS", block_tokens)
     lengths = np.array([3, 0, 9, 1, 0, 6, 12, 2])
     mask = (np.random.RandomState(3).rand(5 + lengths.sum()) < 0.5).astype(np.uint8)
     total = cut = 0

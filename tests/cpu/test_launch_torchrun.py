@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron_epp.launch import lifetime
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
-from megatron_epp.tools.launch import short_log, torchrun
+from megatron_epp.tools.launch import torchrun
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
@@ -112,11 +112,11 @@ def logged(launched, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONUNBUFFERED", "")
 
     def run(outcome=None, path=tmp_path / "train.log"):
-        monkeypatch.setenv(short_log.LOG_VARIABLE, str(path))
+        monkeypatch.setenv(torchrun.LOG_VARIABLE, str(path))
 
         def main(arguments):
             subprocess.run([sys.executable, "-c", f"import sys; sys.stderr.write({PRINTED!r})"], check=True)
-            assert short_log.LOG_VARIABLE not in os.environ
+            assert torchrun.LOG_VARIABLE not in os.environ
             if outcome is not None:
                 raise outcome
 

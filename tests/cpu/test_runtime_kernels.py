@@ -12,7 +12,7 @@ from megatron_epp.runtime.attention.kernels.base import add_sinks, sinks_gradien
 from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
 from megatron_epp.runtime.upload import Uploader
 from megatron_epp.tools.cli.first_run import training
-from megatron_epp.tools.cli.first_run.outcome import PASSED
+from megatron_epp.tools.cli.first_run.launch import PASSED
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
 from tests.support.runtime.kernel_proofs import prove
 

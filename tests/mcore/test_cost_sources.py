@@ -94,8 +94,7 @@ def one_rank(first, monkeypatch):
     def learn(args: Namespace) -> PipelineCosts:
         message = lambda tokens: (None, None, "cpu")  # noqa: E731
         stages = {
-            number: Namespace(num_layers=2, num_halves=4, message=message, model=Linear(1, 1), has_gradient=True)
-            for number in range(2)
+            number: Namespace(num_layers=2, message=message, model=Linear(1, 1), has_gradient=True) for number in range(2)
         }
         return costs_of_runs.pipeline_costs(args, stages, Namespace(position=0), 2, ask, lambda costs: costs)
 

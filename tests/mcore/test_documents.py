@@ -11,8 +11,7 @@ import torch
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.indexed_documents import LONG_DOCUMENTS
-from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset
-from megatron_epp.mcore.data.document_file import DocumentFile, check_mask
+from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset, DocumentFile, check_mask
 from megatron_epp.mcore.data.documents import build_splits, check_files_of, identity_of_run
 from megatron_epp.mcore.model.losses import report_of
 from megatron_epp.plan import Segment

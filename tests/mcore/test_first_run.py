@@ -14,8 +14,7 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.flags import flag_words
 from megatron_epp.tools.cli.first_run import STEPS
 from megatron_epp.tools.cli.first_run.launch import read_launch
-from megatron_epp.tools.cli.first_run.race import race
-from megatron_epp.tools.cli.first_run.training import tiny_training
+from megatron_epp.tools.cli.first_run.training import race, tiny_training
 from megatron_epp.tools.cli.main import main
 from megatron_epp.tools.launch import runs
 from tests.support import ROOT

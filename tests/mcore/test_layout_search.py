@@ -71,10 +71,10 @@ def test_a_run_finds_its_layout_and_a_resumed_one_keeps_it_bitwise(data: str, tm
     said = trained(*given, tmp_path / "whole", "--epp-trace", 1)
     assert LESS in said
     layout = Layout.from_json((folder / "epp_layout.json").read_text())
-    assert sum(layout.halves) == 16
-    assert layout.halves[0] > layout.halves[1]  # the vocabulary's work is on the last stage
+    assert sum(layout.layers) == 8
+    assert layout.layers[0] > layout.layers[1]  # the vocabulary's work is on the last stage
     assert layout.chosen_with["epp_layout"] == "auto"
-    assert load(tmp_path / "whole" / "plan.json").num_layers == tuple(count // 2 for count in layout.halves)
+    assert load(tmp_path / "whole" / "plan.json").num_layers == layout.layers
     said = trained(*given, tmp_path / "after", *from_iteration(2, folder), "--epp-memory-cap-gb", 100)
     assert "is kept, though it was chosen with other flags: --epp-memory-cap-gb was None and is 100.0" in said
     whole, after = (losses(tmp_path / name) for name in ("whole", "after"))
@@ -94,7 +94,7 @@ def test_layers_are_balanced_for_logits_that_blocks_compute_twice_and_for_what_t
 
     def found(*more: str) -> tuple[PipelineCosts, tuple[bool, ...]]:
         args = about_to_build(MODEL, "--epp-layout", "auto", "--epp-vocab-parallel", "auto", *more)
-        even = Layout((12,) * 4, Placement("looped", 4, 1))
+        even = Layout((6,) * 4, Placement("looped", 4, 1))
         of_model = run_facts(args, ask_here)
         asked = layout_search.question(args, even, ((8192,),))
         sample = formulas.sample_of(of_model, formulas.profile_for_search(of_model), asked)
@@ -128,7 +128,7 @@ def test_logits_are_there_at_once_where_faster_and_room_is_left(monkeypatch: pyt
 
 def test_a_kept_layout_of_other_ranks_is_named_in_one_line_and_searched_again(data: str, tmp_path: Path) -> None:
     kept = tmp_path / "epp_layout.json"
-    kept.write_text(Layout((6, 5, 4, 1), Placement("looped", 4, 1)).to_json())
+    kept.write_text(Layout((3, 2, 2, 1), Placement("looped", 4, 1)).to_json())
     given = ["--data-path", data, "--epp-layout", "balanced", "--train-iters", 1, "--lr-warmup-iters", 0, "--load", tmp_path]
     said = trained(*given, "--epp-report-dir", tmp_path, "--epp-trace", 1)
     (line,) = [line for line in said.splitlines() if str(kept) in line]

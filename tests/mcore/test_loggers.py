@@ -25,7 +25,7 @@ from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.port.worker import WorkerError
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
-from megatron_epp.tools.launch.short_log import is_shown
+from megatron_epp.tools.launch.torchrun import is_shown
 
 LINE = {
     "iteration": 7, "makespan_us": {"planned": 2000.0, "measured": 2500.0},

@@ -111,11 +111,7 @@ def test_a_cap_holds_by_offload_and_the_host_has_what_was_planned(report_of: Cal
 
 FEW, MANY = 2, 9
 BY_DEFAULT = ("grouped, with dropout", "weights apart, there and back")
-CUT = ("cut layers", "cut layers, weights apart")
-LEAST = dict.fromkeys(RUNS, 0.97) | {"cut layers, weights apart": 0.9}
-"""Least measured bytes over planned. Of whole layers and of an MLP and an attention that count as one, plans take the larger
-peak; of a stage of one or two layers with split weight gradients that is up to 9 % too much."""
-OTHERS = [(FEW if name in CUT else MANY, name) for name in RUNS]
+OTHERS = [(MANY, name) for name in RUNS]
 EACH = some_by_default(("batches", "name"), [*((FEW, name) for name in BY_DEFAULT), *OTHERS], len(BY_DEFAULT))
 
 
@@ -144,7 +140,7 @@ def test_no_plan_holds_more_than_it_says_nor_less_by_three_in_a_hundred(lines_of
         print(f"\n{name}, {len(lines)} plans: measured over planned {min(ratios):.4f} to {max(ratios):.4f}")
         assert len(lines) > 5 * batches
         assert max(line["measured"] - line["planned"] for line in lines) <= SCALARS_BYTES
-        assert min(ratios) >= LEAST[name]
+        assert min(ratios) >= 0.97
         assert {line["left"] for line in lines} == {0}, "something is left on the device or at the host"
         assert {line["offloadable"] for line in lines} == {1}, "somebody but autograd holds what chunks keep"
         assert all(0.97 <= line["host"] / line["planned_host"] <= 1.03 for line in lines if line["planned_host"])

@@ -109,7 +109,7 @@ RANKS = "--stages 2 --tensor-parallel 2 --sequence-parallel --context-parallel 4
 def test_training_counts_as_the_commands_do(model: str, training: dict, command: str):
     experts = {"expert_model_parallel_size": 4} if model == "mixtral-8x7b" else {}
     flags = load_flags(model) | {"num_layers": 4} | SIZES | experts
-    shape, layout = shape_of(flags), Layout.of_layers([2, 2], Placement("looped", 2, 1))
+    shape, layout = shape_of(flags), Layout((2, 2), Placement("looped", 2, 1))
     said = f"plan --lengths 4096 --context 4096 --model {model} --layers 4 {RANKS} {command}"
     said += " --expert-parallel 4" if experts else ""
     commands = [stage.static for stage in costs_of(cli._parser().parse(said.split()), (4096,), layout).stages]

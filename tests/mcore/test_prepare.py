@@ -18,7 +18,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron_epp.data.token_record import Tokenizer, load_record
 from megatron_epp.mcore.data import encoders
 from megatron_epp.mcore.data import prepare as prepare_module
-from megatron_epp.mcore.data.document_file import DocumentFile, check_tokens
+from megatron_epp.mcore.data.document_dataset import DocumentFile, check_tokens
 from megatron_epp.mcore.data.documents import identity_of_run
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, megatron_encoder
 from megatron_epp.mcore.data.prepare import histogram, prepare

@@ -15,13 +15,13 @@ from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import EppError
+from megatron_epp.tools.advice.advice_text import recipe_text
 from megatron_epp.tools.advice.question import Configuration, Question
-from megatron_epp.tools.advice.recipe import recipe_text
 from megatron_epp.tools.cli.main import main
 from megatron_epp.tools.cli.prepare import add_arguments
 from megatron_epp.tools.cli.train import checked_argv
 from megatron_epp.tools.formulas.library import load_cluster, load_flags
-from megatron_epp.tools.launch.short_log import LOG_VARIABLE
+from megatron_epp.tools.launch.torchrun import LOG_VARIABLE
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))

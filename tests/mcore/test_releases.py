@@ -21,10 +21,10 @@ from tests.support.mcore.rows import AGAIN, ALL_STATISTICS, LATENT, OVERLAPPED, 
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.18-to-0.19.patch"
 HYBRID = STATES["two stages, weights apart"]
-CUT_SHARDS = f"{AGAIN} --epp-layout 1.5,2.5 --epp-vocab-parallel on"
+UNEVEN_SHARDS = f"{AGAIN} --epp-layout 1,3 --epp-vocab-parallel on"
 SINKS = "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"
 CASES = {
-    "weights apart, vocabulary, cut layers": case("pp2 split", CUT_SHARDS, "grouped", optimizer=OVERLAPPED),
+    "weights apart, vocabulary, uneven layers": case("pp2 split", UNEVEN_SHARDS, "grouped", optimizer=OVERLAPPED),
     "padded chunks of experts": case("tp2 sp experts4", "--epp-planner 1f1b", "learned", both=ALL_STATISTICS, alone=True),
     "latent attention, multi-token prediction": case("pp2", f"{AGAIN} --epp-latents on", both=f"{LATENT} --mtp-num-layers 1"),
     "Mamba-2 and gated delta nets, windows and sinks": replace(HYBRID, both=f"{HYBRID.both} {SINKS}"),

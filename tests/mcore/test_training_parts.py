@@ -122,7 +122,7 @@ def test_forwards_of_a_layer_at_the_same_time_recompute_their_own_parts(monkeypa
     monkeypatch.setattr(layer_recompute, "run_again", run_again)
     assert MODES["mlp"].runs_again >= {MLP}
     layer = Layer()
-    layer_recompute.recompute_by_mode([layer], [0])
+    layer_recompute.recompute_by_mode([layer])
     hidden = torch.ones(2, requires_grad=True)
     targets = {mode: partial(layer.forward, hidden, packed_seq_params=params_of(mode)) for mode in ("mlp", "")}
     threads = [threading.Thread(target=target, name=mode or "none") for mode, target in targets.items()]

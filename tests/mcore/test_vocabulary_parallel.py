@@ -21,12 +21,12 @@ from tests.support.runtime.allocations import peak_bytes_of
 @pytest.mark.parametrize(
     "name",
     [
-        "untied, cut layers",
+        "untied, other layers",
         pytest.param("uneven, plain optimizer", marks=pytest.mark.slow),  # the same with other divisions
         pytest.param("tied, uneven", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_of_shards_and_cut_layers_is_one_of_a_whole_output_layer_and_layers(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_shards_and_uneven_layers_is_one_of_a_whole_output_layer(name: str, tmp_path: Path) -> None:
     found = returned(job(1, "vocabulary", folder=tmp_path, part=name, timeout_s=300))
     entries = 97 if "uneven" in name else 96
     assert found["names"] > found["of the optimizer"] > 0

@@ -16,13 +16,11 @@ from megatron_epp.plan.units import format_gib
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, plan
 from megatron_epp.planner.baselines.whole import UniformDecisions
 from megatron_epp.tools.advice import configuration_search
-from megatron_epp.tools.advice.advice_text import as_json, as_text
+from megatron_epp.tools.advice.advice_text import as_json, as_text, epp_settings, recipe_text, stock_settings
 from megatron_epp.tools.advice.causes import STAGES_PER_RANK, Stock, gain_of, stock_text, without_shards
-from megatron_epp.tools.advice.configuration_search import NothingFitsError, advise
-from megatron_epp.tools.advice.configurations import candidates
-from megatron_epp.tools.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work
+from megatron_epp.tools.advice.configuration_search import NothingFitsError, advise, candidates
+from megatron_epp.tools.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work, step_without_shards_us
 from megatron_epp.tools.advice.question import Configuration, Question
-from megatron_epp.tools.advice.recipe import epp_settings, recipe_text, stock_settings
 from megatron_epp.tools.cli import main as cli
 from megatron_epp.tools.cli.advise import plan_flags, question_of
 from megatron_epp.tools.cli.lengths import batches_of, lengths_of
@@ -171,11 +169,11 @@ def test_each_step_of_megatrons_schedule_has_the_causes_before_it_and_no_other()
 def test_layers_move_away_from_the_rank_with_the_largest_vocabulary():
     choices = replace(many_short(vocab_size=128000), counts=())
     packed = choices.steps()[2]
-    assert packed.layout.halves[-1] < choices.even.halves[-1]
+    assert packed.layout.layers[-1] < choices.even.layers[-1]
     sharing = replace(choices.even, shards_vocabulary=True)
-    plain, levelled = without_shards(sharing, choices.problems[0], choices.costs_of, halves=False)
+    plain, levelled = without_shards(sharing, choices.problems[0], choices.costs_of)
     assert plain == choices.even
-    assert levelled.halves[-1] < plain.halves[-1]
+    assert levelled.layers[-1] < plain.layers[-1]
 
 
 def test_recompute_and_copies_that_are_chosen_for_each_row_are_faster_than_uniform_recompute():
@@ -475,7 +473,7 @@ def test_compare_divides_the_same_gain_over_the_same_schedule_of_megatrons(capsy
     best = next(entry for entry in advice.best if entry.config.virtual == 2)
     shares = shares_by_work(question, best.config)
     choices = choices_of(question, best.config, shares, [best.config.stages])
-    stock, gain = replace(choices, counts=STAGES_PER_RANK).gain(best.parts.step_us, best.parts.step_us)
+    stock, gain = replace(choices, counts=STAGES_PER_RANK).gain(step_without_shards_us(question, best), best.parts.step_us)
     flags = [*plan_flags(args, question, best), "--planner", "greedy", "--planner", "1f1b-packed"]
     assert main(["compare", *flags, "--json"]) == 0
     row = next(row for row in json.loads(capsys.readouterr().out) if row["planner"] == "greedy")

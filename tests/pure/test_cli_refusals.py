@@ -87,7 +87,7 @@ REFUSED = [
     (f"{STAGES} 9,8,8 --stages 4", "--layout '9,8,8'", "3 stages and 25 layers", "auto, even, balanced, a layout file, or 4"),
     (f"{STAGES} 9,8,8,8 --stages 4", "--layout", "'9,8,8,8'", "4 stages and 33 layers"),
     (f"{STAGES} 9,8,8,6", "--layout", "'9,8,8,6'", "4 stages and 31 layers"),
-    (f"{STAGES} 8,8.25,8,7.75", "4 multiples of 0.5", "--stages", "add up to 32 (--layers)"),
+    (f"{STAGES} 8,8,8,7", "4 whole numbers", "--stages", "add up to 32 (--layers)"),
     (f"{STAGES} some --stages 4", "add up to 32"),
     (f"{FLAGS} --layout {NINES},1", "2 multiples of 0.5", "--stages"),
     (f"{STAGES} absent.json", "--layout", "a layout file"),
@@ -99,7 +99,7 @@ REFUSED = [
     (f"{LISTED} v:4,4", "--layout v:", "2 stages for 2 ranks", "4 stages, two on each"),
     (f"{LISTED} looped:3,3,2", "--layout looped:", "3 stages for 2 ranks", "a multiple"),
     (f"{LISTED} v:2,2,2,1", "7"),
-    ("plan --model nemotron-3-nano --lengths 3000 --layout 26.5,25.5", "--layout 26.5,25.5", "hybrid model", "whole layers"),
+    (f"{LISTED} 4.5,3.5", "--layout '4.5,3.5'", "begin between layers", "whole ones, such as 4,4"),
     # names
     *((command, *facts, "--help") for command, *facts in ([""], ["plan", "--lengths"], ["check"], ["plam"])),
     ("plan --lengths 12 --stagess 4", "--stagess", "did you mean '--stages'?", "megatron-epp plan --help"),
@@ -171,7 +171,7 @@ INDEX = index_of([[100], [30, 20], [1], [7]])
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
-    layout = json.loads(Layout.of_layers((7, 8, 9, 8), Placement("v", 2, 2)).to_json())
+    layout = json.loads(Layout((7, 8, 9, 8), Placement("v", 2, 2)).to_json())
     profile = json.loads(load_costs("llama3-8b-h100").to_json())
     profile["mesage_latency_us"] = profile.pop("message_latency_us")
     files: dict[str, str | bytes] = {

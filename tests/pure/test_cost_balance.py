@@ -63,16 +63,6 @@ def test_a_head_that_makes_others_wait_is_spoken_of_with_the_flag_that_mends_it(
     assert advice(costs(best.layers), range(8), SHORT) is None
 
 
-def test_stages_with_half_layers_are_spoken_of_like_others():
-    own, best = spreads(PROFILE.costs([8.5, 8.5, 9, 6]), LONG)
-    assert own.layers == (8.5, 8.5, 9, 6)
-    assert own.excess == pytest.approx(9 / 8 - 1, abs=0.03)
-    assert best.layers == (8, 8, 8, 8)
-    said = advice(PROFILE.costs([8.5, 8.5, 9, 6]), range(4), LONG)
-    assert said.startswith("stages of 8.5, 8.5, 9, 6 layers: the busiest takes")
-    assert advice(PROFILE.costs([8.5, 8.5, 8.5, 6.5]), range(4), SHORT) is None
-
-
 def test_nothing_is_said_of_layers_that_suit_the_sequences_are_meant_to_be_none_or_share_a_rank_and_where_nothing_is_known():
     for layers, rank_of, lengths in (
         ((4,) * 8, range(8), LONG),

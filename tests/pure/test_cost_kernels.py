@@ -20,7 +20,7 @@ from megatron_epp.tools.cli import main as cli
 from megatron_epp.tools.cli.planning_flags import costs_source
 from megatron_epp.tools.formulas import CPU, H100, H100_NODE, Profile, analytic_costs, analytic_profile
 from megatron_epp.tools.formulas.analytic import profile_for
-from megatron_epp.tools.formulas.attention import BACKWARD_TFLOPS, FORWARD_TFLOPS, LENGTHS, speed_of
+from megatron_epp.tools.formulas.hardware import BACKWARD_TFLOPS, FORWARD_TFLOPS, LENGTHS, speed_of
 from megatron_epp.tools.formulas.library import load_cluster, load_flags, shape_of
 
 SHAPE = replace(shape_of(load_flags("llama3-8b") | {"tensor_model_parallel_size": 8}), num_layers=8)
@@ -188,7 +188,7 @@ def test_linear_layers_keep_a_byte_of_what_they_alone_need() -> None:
 
 def test_a_layer_that_runs_holds_gradients_that_are_not_cast() -> None:
     assert CAST.layer_bytes_per_token + CAST.uncast_bytes_per_token == PLAIN.layer_bytes_per_token
-    layout, optimizer = Layout.of_layers([4], Placement("looped", 1, 1)), OptimizerBytes.of_flags({"bf16": True})
+    layout, optimizer = Layout((4,), Placement("looped", 1, 1)), OptimizerBytes.of_flags({"bf16": True})
     costs = [analytic_profile(shape, H100).costs_on_device(layout, optimizer, 1).stages[0].layers for shape in (PLAIN, CAST)]
     assert costs[0].working_bytes_per_token == costs[1].working_bytes_per_token > costs[1].bytes_per_token
     one_dense = shape_of(LLAMA | TENSORWISE | {"num_experts": 4, "moe_layer_freq": [0, 1, 1, 1]})

@@ -22,8 +22,8 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.service.replica_balance import divide
+from megatron_epp.tools.advice.advice_text import flags_text
 from megatron_epp.tools.advice.question import Configuration
-from megatron_epp.tools.advice.recipe import flags_text
 from megatron_epp.tools.cli import main as cli
 from megatron_epp.tools.cli.advise import question_of
 from megatron_epp.tools.cli.main import main
@@ -145,7 +145,7 @@ def test_stages_before_the_first_that_trains_keep_nothing_and_their_backwards_ta
 
 def costs_by(command: str) -> PipelineCosts:
     asked = cli._parser().parse(shlex.split(f"{command} --lengths 8192 --model llama3-8b --rates h100 --stages 4"))
-    return costs_of(asked, (8192,), Layout.of_layers([8] * 4, Placement("looped", 4, 1)))
+    return costs_of(asked, (8192,), Layout((8,) * 4, Placement("looped", 4, 1)))
 
 
 @pytest.mark.parametrize("command", ["plan", "memory", "compare"])
@@ -302,7 +302,7 @@ def parsed(command: str):
 @pytest.mark.parametrize("optimizer", FLAGS.values(), ids=FLAGS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_commands_count_alike(model: str, optimizer: str):
-    layout = Layout.of_layers(even_layers(8, 2), Placement("looped", 2, 1))
+    layout = Layout(even_layers(8, 2), Placement("looped", 2, 1))
     tail = f"--lengths 4096 --context 4096 --cluster h100x8 {model} {optimizer}"
     ranks = "--stages 2 --tensor-parallel 2 --sequence-parallel --context-parallel 2 --data-parallel 4"
     if "--expert" in model:
@@ -321,7 +321,7 @@ def test_flags_of_a_model_file_count_and_those_given_win(tmp_path):
         "megatron: {num_layers: 4, hidden_size: 256, num_attention_heads: 4, vocab_size: 512, bf16: true, "
         "use_precision_aware_optimizer: true, exp_avg_dtype: bf16}"
     )
-    layout = Layout.of_layers([4], Placement("looped", 1, 1))
+    layout = Layout((4,), Placement("looped", 1, 1))
 
     def state_bytes(flags: str) -> float:
         static = costs_of(parsed(f"plan --lengths 300 --model {file} --stages 1 {flags}"), (300,), layout).stages[0].static

@@ -100,7 +100,7 @@ def test_a_pure_package_names_settings_and_no_flag(package):
 
 TRAININGS = {
     "mcore/iteration": {"document_schedule.py", "sliced_run.py", "wrap.py"},
-    "mcore/model": {"adopt.py", "core_attention.py", "half_layers.py", "model_chunks.py"},
+    "mcore/model": {"adopt.py", "core_attention.py", "model_chunks.py"},
     "mcore/costs": set(),
     "runtime": set(),
     "losses": set(),

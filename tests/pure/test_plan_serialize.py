@@ -42,7 +42,6 @@ def test_a_plan_reads_back_equal_in_every_field():
         kv_offload=(KVOffload(1, 0, 70, 80),),
         host_cap_bytes=(9, 10),
         message_bytes=(1, 2),
-        half_layers=(1, 1),
         loss_groups=((0, 2), (1,)),
         messages=replace(
             offload().messages,

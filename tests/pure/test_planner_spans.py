@@ -23,7 +23,7 @@ from megatron_epp.planner.service.replica_balance import divide
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.tools.formulas import H100, analytic_profile
 from megatron_epp.tools.formulas.library import load_flags, shape_of
-from megatron_epp.tools.layouts.rank_work import WHOLE, LayerWork
+from megatron_epp.tools.layouts.rank_work import LayerWork
 from tests.support.plan.campaign_cases import spans_of
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
@@ -98,8 +98,8 @@ def test_a_search_of_layouts_gives_a_first_stage_with_spans_fewer_layers():
 
     def layers(spans):
         asked = replace(problem(SPANNED, 4), spans=spans)
-        costs_of = lambda layout: profile.costs([count // 2 for count in layout.halves])  # noqa: E731
-        return LayerWork.of([asked], costs_of, halves=False).spread(16, placement, WHOLE).halves
+        costs_of = lambda layout: profile.costs(layout.layers)  # noqa: E731
+        return LayerWork.of([asked], costs_of).spread(16, placement).layers
 
     assert layers(with_spans(work=4.0))[0] < layers(())[0]
 

@@ -34,7 +34,7 @@ from megatron_epp.tools.formulas import H100, analytic_profile
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 from megatron_epp.tools.layouts.estimates import Estimates
 from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_SHARE, Sample, choose, fastest
-from megatron_epp.tools.layouts.rank_work import WHOLE, LayerWork, moved
+from megatron_epp.tools.layouts.rank_work import LayerWork, moved
 from megatron_epp.tools.report.gantt import save_gantt
 from tests.support.plan.planner_cases import GIB
 from tests.support.plan.queue_machine import stuck
@@ -187,7 +187,7 @@ def sample(vocab_size: int) -> Sample:
     batches = (LENGTHS * 4, (8192,) * 16)
     problems = tuple(Problem(lengths, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4) for lengths in batches)
     placements = (Placement("looped", 4, 1),)
-    return Sample(problems, costs_of, 16, halves=False, placements=placements, vocabulary=(False, True))
+    return Sample(problems, costs_of, 16, placements=placements, vocabulary=(False, True))
 
 
 @pytest.mark.parametrize(("vocab_size", "shards"), [(128256, True), (512, False)])
@@ -226,39 +226,39 @@ BATCHES = ((9000, 4000, 4000, 2000, 1000, 700), (16000, 3000, 500, 400), (5000,)
 
 def sample_of(profile=PROFILE, ranks: int = 4, num_layers: int = 16, **more) -> Sample:
     def costs_of(layout: Layout) -> PipelineCosts:
-        return profile.costs([count // 2 for count in layout.halves], state_bytes_per_parameter=7.5)
+        return profile.costs(layout.layers, state_bytes_per_parameter=7.5)
 
     problems = tuple(Problem(lengths, tuple(range(ranks)), (UNLIMITED_BYTES,) * ranks) for lengths in BATCHES)
-    return Sample(problems, costs_of, num_layers, halves=False, **more)
+    return Sample(problems, costs_of, num_layers, **more)
 
 
-def test_no_other_whole_layers_have_a_lower_floor():
+def test_no_other_layers_have_a_lower_floor():
     asked = sample_of(ranks=3, num_layers=9)
-    work, placement = LayerWork.of(asked.problems, asked.costs_of, halves=False), Placement("looped", 3, 1)
+    work, placement = LayerWork.of(asked.problems, asked.costs_of), Placement("looped", 3, 1)
     every = [
-        Layout.of_layers(layers, placement)
+        Layout(layers, placement)
         for layers in product(range(10), repeat=3)
         if sum(layers) == 9 and layers[1]  # the first and the last stage may be without layers
     ]
-    assert work.floor_us(work.spread(9, placement, WHOLE)) == pytest.approx(min(map(work.floor_us, every)))
+    assert work.floor_us(work.spread(9, placement)) == pytest.approx(min(map(work.floor_us, every)))
 
 
 def test_a_move_takes_layers_from_one_rank_to_others():
-    layout = Layout((4, 4, 2), Placement("looped", 3, 1))
-    assert [one.halves for one in moved(layout, 0, WHOLE)] == [(2, 6, 2), (2, 4, 4)]
-    assert [one.halves for one in moved(layout, 2, WHOLE, [1])] == [(4, 6, 0)]
-    middle = Layout((4, 2, 4), Placement("looped", 3, 1))
-    assert not list(moved(middle, 1, WHOLE))
+    layout = Layout((2, 2, 1), Placement("looped", 3, 1))
+    assert [one.layers for one in moved(layout, 0)] == [(1, 3, 1), (1, 2, 2)]
+    assert [one.layers for one in moved(layout, 2, [1])] == [(2, 3, 0)]
+    middle = Layout((2, 1, 2), Placement("looped", 3, 1))
+    assert not list(moved(middle, 1))
 
 
 def test_a_large_vocabulary_moves_layers_off_the_last_stage(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         found = choose(sample_of())
-    assert sum(found.layout.halves) == 32
+    assert sum(found.layout.layers) == 16
     assert found.bound_us <= found.makespan_us < found.even_us
     assert found.gain == 1 - found.makespan_us / found.even_us > MIN_GAIN_SHARE
     last_rank = found.layout.placement.stages(found.layout.placement.last_rank)
-    assert sum(found.layout.halves[stage] for stage in last_rank) < 8
+    assert sum(found.layout.layers[stage] for stage in last_rank) < 4
     assert "candidates for 3 batches" in caplog.text
 
 
@@ -275,7 +275,7 @@ def test_ranks_have_several_stages_only_where_that_is_allowed_and_pays():
 
 
 def test_one_rank_has_one_layout():
-    assert choose(sample_of(ranks=1)).layout == Layout.of_layers((16,), Placement("looped", 1, 1))
+    assert choose(sample_of(ranks=1)).layout == Layout((16,), Placement("looped", 1, 1))
 
 
 def test_plans_of_the_choice_are_made_with_the_options():
@@ -288,8 +288,8 @@ def test_plans_of_the_choice_are_made_with_the_options():
 @pytest.mark.parametrize("placement", placements_of(4))
 def test_an_estimate_and_a_plan_are_above_the_floor_and_the_estimate_a_little_above_the_plan(placement: Placement):
     asked = sample_of()
-    work = LayerWork.of(asked.problems[:1], asked.costs_of, halves=False)
-    layout = work.spread(16, placement, WHOLE)
+    work = LayerWork.of(asked.problems[:1], asked.costs_of)
+    layout = work.spread(16, placement)
     made = plan(replace(asked.problems[0], placement=placement.rank_of), asked.costs_of(layout))
     known = Estimates(asked.problems[:1], asked.costs_of, asked.options, work)
     assert work.floor_us(layout) <= min(known.batch_us(layout, 0), made.predicted.makespan_us)

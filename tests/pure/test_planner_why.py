@@ -12,7 +12,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.why import changes, explain
 from megatron_epp.tools.cli.main import main
-from megatron_epp.tools.cli.why_text import why
+from megatron_epp.tools.cli.plan import why
 from tests.support.plan.planner_cases import pipeline
 
 README = (Path(__file__).parents[2] / "megatron_epp/planner/README.md").read_text(encoding="utf-8")

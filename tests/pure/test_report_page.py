@@ -24,8 +24,7 @@ from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.tools.cli.first_run.training import deviation
 from megatron_epp.tools.cli.main import main
 from megatron_epp.tools.report.gantt import memory_picture, side_by_side
-from megatron_epp.tools.report.page.data import Shown, item_columns, plan_columns
-from megatron_epp.tools.report.page.html import embedded, page, save_page
+from megatron_epp.tools.report.page.html import Shown, embedded, item_columns, page, plan_columns, save_page
 from megatron_epp.tools.report.text import clip, format_cap, format_us, summary
 from tests.support.plan.planner_cases import pipeline, problem
 from tests.support.plan.report_plans import measured_run, predicted, sliced_plan, v_shaped_plan, with_offload

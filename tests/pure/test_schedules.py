@@ -184,7 +184,7 @@ def problem_of(name: str, cap: int = UNLIMITED_BYTES) -> Problem:
 def costs_of(problem: Problem):
     if problem.num_stages > 32:
         layout = HelixLayout.of(32, 4)
-        return layout.costs_of(PROFILE.costs(layout.layers, state_bytes_per_parameter=7.5))
+        return layout.costs_of(PROFILE.costs(layout.layers, state_bytes_per_parameter=7.5), PROFILE)
     return PROFILE.costs([32 // problem.num_stages] * problem.num_stages, state_bytes_per_parameter=7.5)
 
 

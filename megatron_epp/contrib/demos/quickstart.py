@@ -47,8 +47,7 @@ from megatron_epp.tools.launch.runs import (
     tiny_gpt,
     train,
 )
-from megatron_epp.tools.report.page.data import Shown
-from megatron_epp.tools.report.page.html import save_page
+from megatron_epp.tools.report.page.html import Shown, save_page
 from megatron_epp.tools.report.text import table
 
 _EXAMPLE = """\

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from operator import add
+from typing import Any
 
 import numpy as np
 
 from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
-from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, UNKNOWN_BYTES, StageCosts
+from megatron_epp.cost.blocks import HEAD, LAYER, UNKNOWN_BYTES, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import OperationRows
+from megatron_epp.tools.formulas.profile import Profile, block_of, mlp_of
+
+ATTENTION, MLP = "attention", "mlp"
+"""Kinds of blocks: a layer's attention at the end of the first stage, and its MLP at the start of the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,21 @@ class SeparateAttentionCosts(PipelineCosts):
         return None if self.attention is None else self.attention.rows(op, len(sites), work, message, self.fragmentation_share)
 
 
+def cut_at_attention(costs: PipelineCosts, profile: Profile) -> PipelineCosts:
+    """Return the costs of stages that begin behind a layer's attention, from a stage without layers and others with one each.
+
+    The last layer's attention goes to the first stage. Its weights stay with the last, which is on the same rank.
+    """
+    first, *stages, last = costs.stages
+    received, layer, *head = last.blocks
+    more: dict[str, Any] = {"working_bytes_per_token": layer.working_bytes_per_token}
+    mlp = block_of(MLP, mlp_of(profile.layer, profile.attention), **more)
+    more |= {"kv": layer.kv, "input_bytes_per_token": layer.input_bytes_per_token}
+    first = replace(first, blocks=(*first.blocks, block_of(ATTENTION, profile.attention, **more)))
+    last = replace(last, blocks=(received, mlp, replace(layer, count=0), *head))
+    return replace(costs, stages=(first, *stages, last))
+
+
 def with_separate_attention(costs: PipelineCosts, *, last_in_backward: bool = True) -> SeparateAttentionCosts:
     """Return the costs of the same stages, each cut inside attention, which runs separately from them.
 
@@ -91,9 +111,9 @@ def without_attention(stage: StageCosts) -> StageCosts:
     for name in ("forward", "backward"):
         layer, inner, ends = stage.lines(name)
         stage = stage.with_lines(name, replace(layer, per_pair_us=0.0), replace(inner, per_pair_us=0.0), ends)
-    for half in stage.inner:
-        if half.kv is not None:
-            stage = stage.changed(half.kind, bytes_per_token=half.bytes_per_token - away)
+    for block in stage.inner:
+        if block.kv is not None:
+            stage = stage.changed(block.kind, bytes_per_token=block.bytes_per_token - away)
     kv = KVBytes(bytes_per_token=0.0, heads=stage.kv.heads, queries_per_key=stage.kv.queries_per_key)
     input_bytes = own.input_bytes_per_token + queries
     return stage.changed(LAYER, ATTENTION, kv=kv, input_bytes_per_token=input_bytes).changed(
@@ -105,10 +125,7 @@ def in_backward(last: StageCosts) -> StageCosts:
     """Return the costs of a last stage whose backward runs the forward too, of the MLP that it begins with and of the head.
 
     Orders with separate attention run all forwards first, so what the last stage kept would wait; instead it keeps its input:
-    attention's output besides the residual.
-
-    Args:
-        last: the stage, as `without_attention` returns it.
+    attention's output besides the residual. `last` is as `without_attention` returns it.
     """
     goes = [*last.inner, *(block for block in last.ends if block.kind == HEAD)]
     working = sum((block.bytes_per_token for block in goes), last.layers.working_bytes_per_token)

@@ -20,7 +20,7 @@ from itertools import batched
 from typing import Any
 
 from megatron_epp.contrib.helix.attention_operations import A, G
-from megatron_epp.contrib.helix.costs import SeparateAttentionCosts, with_separate_attention
+from megatron_epp.contrib.helix.costs import SeparateAttentionCosts, cut_at_attention, with_separate_attention
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.plan.errors import EppError
@@ -44,7 +44,7 @@ class HelixPlacement(Placement):
 
 
 class HelixLayout(Layout):
-    """Blocks from one layer's attention to the next: a half layer at either end, and whole layers between."""
+    """Blocks from one layer's attention to the next, of a layer each but for the first, which ends with the first attention."""
 
     @staticmethod
     def of(num_layers: int, num_ranks: int) -> HelixLayout:
@@ -56,24 +56,20 @@ class HelixLayout(Layout):
         count, more = divmod(num_layers, num_ranks)
         if more or not count:
             raise EppError(f"separate attention needs equally many layers on every rank; {num_ranks} ranks share {num_layers}")
-        return HelixLayout((1, *(2,) * (num_layers - 1), 1), HelixPlacement("looped", num_ranks, count))
+        return HelixLayout((0, *(1,) * num_layers), HelixPlacement("looped", num_ranks, count))
 
     @property
     def is_movable(self) -> bool:
         return False
 
-    def costs_of(self, costs: Any) -> Any:
-        return with_separate_attention(costs)
+    def costs_of(self, costs: Any, profile: Any) -> Any:
+        return with_separate_attention(cut_at_attention(costs, profile))
 
 
 def helixpipe(batch: Batch, folds: int = FOLDS) -> Iterator[Order]:
     """Yield the order.
 
-    Args:
-        batch: chunks of whole sequences, at the placement of blocks.
-
-    Raises:
-        PlanError: the costs have attention in the stages, or a chunk is a slice.
+    Raises `PlanError` if the costs have attention in the stages, or a chunk is a slice.
     """
     if not isinstance(batch.costs, SeparateAttentionCosts):
         raise PlanError("HelixPipe needs costs of separate attention: `with_separate_attention`")

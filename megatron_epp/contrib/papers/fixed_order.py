@@ -128,7 +128,7 @@ class FixedOrder:
             EppError: there are more stages than layers, or the schedule divides them otherwise.
         """
         placement = Placement(self.kind, num_ranks, self.chunks_per_rank or max(2, count))
-        return Layout.of_layers(even_layers(num_layers, placement.num_stages), placement)
+        return Layout(even_layers(num_layers, placement.num_stages), placement)
 
     def _orders(self, batch: Batch, refusals: list[InfeasibleError | PlanError]) -> Iterator[JoinedOrder]:
         """Yield the orders of a chunk table; append to `refusals` why there are none."""

@@ -59,11 +59,7 @@ PLANNERS: dict[str, PlannerEntry] = {
     "v-half": _order(FixedOrder(v_half, "v", 2), "half of the memory of 1F1B", "2405.15362", splits_weight=True),
     "dualpipe-v": _order(FixedOrder(dualpipe_v, "v", 2), "DualPipe in a V", "DualPipe, 2412.19437", splits_weight=True),
     "stp": _order(
-        FixedOrder(stp, "v", 2),
-        "exchanges behind compute, two stages in a V",
-        "2510.27257",
-        splits_weight=True,
-        joins=True,
+        FixedOrder(stp, "v", 2), "exchanges behind compute, two stages in a V", "2510.27257", splits_weight=True, joins=True
     ),
     "hanayo": _order(FixedOrder(hanayo, "v", 2), "waves: what is ready runs, two stages in a V", "2308.15762"),
     "helixpipe": _order(

@@ -166,17 +166,17 @@ def _again_us(stage: StageCosts, timed: Timed) -> float:
 
 def _shared(stage: StageCosts, name: str, whole: LinearTime) -> tuple[LinearTime, LinearTime, LinearTime]:
     """Share the line of a pass between the stage's blocks, every coefficient as by earlier costs."""
-    (layer, half, extra), num_layers = stage.lines(name), stage.num_layers
+    (layer, inner, extra), num_layers = stage.lines(name), stage.num_layers
     shares = [
         (of_layers / (of_layers + rest) if of_layers + rest > 0 else 1.0) if num_layers else 0.0
-        for of_layers, rest in zip(astuple(layer.scaled(num_layers)), astuple(half + extra), strict=True)
+        for of_layers, rest in zip(astuple(layer.scaled(num_layers)), astuple(inner + extra), strict=True)
     ]
     coefficients = list(zip(astuple(whole), shares, strict=True))
     own = LinearTime(*(value * share / max(1, num_layers) for value, share in coefficients))
     rests = [value * (1.0 - share) for value, share in coefficients]
-    of_half = [part / (part + rest) if part > 0 else 0.0 for part, rest in zip(astuple(half), astuple(extra), strict=True)]
-    first = LinearTime(*(rest * share for rest, share in zip(rests, of_half, strict=True)))
-    return own, first, LinearTime(*(rest * (1.0 - share) for rest, share in zip(rests, of_half, strict=True)))
+    of_inner = [part / (part + rest) if part > 0 else 0.0 for part, rest in zip(astuple(inner), astuple(extra), strict=True)]
+    first = LinearTime(*(rest * share for rest, share in zip(rests, of_inner, strict=True)))
+    return own, first, LinearTime(*(rest * (1.0 - share) for rest, share in zip(rests, of_inner, strict=True)))
 
 
 def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:

@@ -8,7 +8,7 @@ import logging
 from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import refusals
 from megatron_epp.mcore.arguments.layout import EVEN, KEEPING_LAYERS, apply_layout, is_divided, is_open
-from megatron_epp.mcore.arguments.rule import Door, given_flags, problems_of
+from megatron_epp.mcore.arguments.rule import Door, Rule, flags, given_flags, problems_of
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
 from megatron_epp.mcore.features import check_calls, has_user_microbatches, installed_version, saves_several_buckets_resharded
 from megatron_epp.plan.flags import AUTO
@@ -16,16 +16,34 @@ from megatron_epp.plan.placement import placements_of
 
 logger = logging.getLogger(__name__)
 
+IMPLIED = (
+    *refusals.PARTING,
+    Rule("--no-create-attention-mask-in-dataloader", allowed=(True,), dest="create_attention_mask_in_dataloader"),
+)
+OF_SAMPLES = (
+    *flags("--data-cache-path --allow-ambiguous-pad-tokens"),
+    Rule("--num-dataset-builder-threads", allowed=(None, 1)),
+    Rule("--mid-level-dataset-surplus", allowed=(0.005,)),
+)
+"""Flags of `IDLE` that have an effect on Megatron's own samples, with `--epp-documents stream`."""
+IDLE = (
+    *OF_SAMPLES,
+    *flags("--per-dataset-sequences-path --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap"),
+    *flags("--exit-signal-handler-for-dataloader --object-storage-cache-path"),
+    Rule("--num-workers", allowed=(2,)),
+)
+EOD = Rule("--eod-mask-loss")
+
 
 def tell_data_flags(args: argparse.Namespace) -> None:
     """Log once which of the given data flags, before Megatron completes them, have no effect, and why."""
     lines = [
-        (refusals.IMPLIED, "implies %s: documents are sequences by themselves, attend to no other, have positions from 0"),
-        (refusals.IDLE, "makes no use of %s: documents are read as they are, without caches, loader processes or padding"),
-        ((refusals.EOD,), "masks the loss by %s inside of documents alone: it predicts nothing behind their last tokens"),
+        (IMPLIED, "implies %s: documents are sequences by themselves, attend to no other, have positions from 0"),
+        (IDLE, "makes no use of %s: documents are read as they are, without caches, loader processes or padding"),
+        ((EOD,), "masks the loss by %s inside of documents alone: it predicts nothing behind their last tokens"),
     ]
     if args.epp_documents == "stream":
-        unused = tuple(row for row in refusals.IDLE if row not in refusals.OF_SAMPLES)
+        unused = tuple(row for row in IDLE if row not in OF_SAMPLES)
         lines = [(unused, "makes no use of %s: Megatron's samples are read without loader processes")]
     for rows, words in lines:
         if args.rank == 0 and (names := given_flags(rows, args)):

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_epp.plan.flags import AUTO
+from megatron_epp.plan.flags import AUTO, flag_of
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, nearest, nearest_number
 
-MOST_SEQUENCES = 1 << 24
-"""Largest number of sequences in a batch."""
+MOST_SEQUENCES = 1 << 24  # largest number of sequences in a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,8 @@ class Number:
             return f"auto or a number of {self.of_what}, up to {self.most:,}"
         if self.is_above:
             return f"a positive number up to {self.most:,.0f}"
-        return (
-            f"a whole number from {self.least} to {self.most:,}"
-            if self.kind is int
-            else f"a share, {self.least} to {self.most}"
-        )
+        kind = "a whole number from" if self.kind is int else "a share,"
+        return f"{kind} {self.least} to {self.most:,}"
 
 
 COUNT = Number(1, MOST_SIZE)
@@ -70,17 +66,14 @@ LAYERS = Number(1, MOST_LAYERS)
 STAGES = Number(1, 4096)
 DEVICES = Number(1, 1 << 20)
 SEQUENCES = Number(1, MOST_SEQUENCES)
-AMOUNT = Number(0, 1e9, float, is_above=True)
-"""A size in GB, a time in seconds, or a scale."""
+AMOUNT = Number(0, 1e9, float, is_above=True)  # a size in GB, a time in seconds, or a scale
 SHARE = Number(0, 1, float)
 RECOMPUTED = Number(0, MOST_LAYERS, of_what="layers")
-SWITCH = bool
-"""Type of a flag that takes no value."""
+SWITCH = bool  # type of a flag that takes no value
 BLOCK = Number(0, MOST_SIZE, of_what="tokens, 0 for no blocks")
 
 
-GIVEN = "given"
-"""Value of --epp-order with which microbatches run in the caller's order."""
+GIVEN = "given"  # value of --epp-order with which microbatches run in the caller's order
 
 
 def planner(text: str) -> str:
@@ -110,6 +103,16 @@ class Flag:
 
     def described(self, help: str, short_help: str = "") -> Flag:
         return replace(self, help=help, short_help=short_help)
+
+    @staticmethod
+    def ours(setting: str, help: str, read: Callable[[str], Any], **more: Any) -> Flag:
+        """Return a flag that is of a training run alone, named as its setting."""
+        return Flag(setting, f"--epp-{setting.replace('_', '-')}", "", read, help, **more)
+
+    @staticmethod
+    def same(setting: str, help: str, read: Callable[[str], Any] = str, **more: Any) -> Flag:
+        """Return a flag of Megatron's that commands have by the same name, which is that of its setting."""
+        return Flag(setting, name := flag_of(setting), name, read, help, **more)
 
     @property
     def unit(self) -> str | None:

@@ -6,7 +6,6 @@ import argparse
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +66,26 @@ def is_open(args: argparse.Namespace) -> bool:
 def asked_layout(args: argparse.Namespace) -> Layout | None:
     """Return the layout that `--epp-layout` asks for, even layers until the run's data have decided; None if it is not given.
 
-    Raises `EppError` if it is no file and no list of layers, or its stages do not divide over the pipeline's ranks.
+    Raises `EppError` if it is no file and no list of whole layers, or its stages do not divide over the pipeline's ranks.
     """
     text = getattr(args, "epp_layout", None)
     if text is None:
         return None
-    halves, ranks = parse_layers(text), args.pipeline_model_parallel_size
+    layers, ranks = parse_layers(text), args.pipeline_model_parallel_size
     if text in (EVEN, *SEARCHED):
         chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or args.num_virtual_stages_per_pipeline_rank
         chunks = chunks or (2 if args.epp_placement == "v" else 1)
         placement = Placement(args.epp_placement, ranks, chunks)
-        return Layout.of_layers(even_layers(args.num_layers or placement.num_stages, placement.num_stages), placement)
-    if halves is None:
+        return Layout(even_layers(args.num_layers or placement.num_stages, placement.num_stages), placement)
+    if layers is None:
         if not Path(text).is_file():
-            raise EppError("it is neither auto, even, balanced, a file, nor layers of every stage in halves, such as 8,7.5,8.5")
+            raise EppError("it is neither auto, even, balanced, a file, nor layers of every stage, such as 8,7,9")
         with naming_file(text):
             return Layout.from_json(read_text(text))
-    chunks, remainder = divmod(len(halves), ranks)
+    chunks, remainder = divmod(len(layers), ranks)
     if remainder:
-        raise EppError(f"it has {len(halves)} stages, which is not a multiple of --pipeline-model-parallel-size {ranks}")
-    return Layout(halves, Placement(args.epp_placement, ranks, chunks))
+        raise EppError(f"it has {len(layers)} stages, which is not a multiple of --pipeline-model-parallel-size {ranks}")
+    return Layout(layers, Placement(args.epp_placement, ranks, chunks))
 
 
 def token_multiple(args: argparse.Namespace) -> int:
@@ -140,25 +139,12 @@ def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Itera
         yield f"{setting} puts {chunks} stages on a rank, and {PER_RANK} says {virtual}: leave that out"
     if args.epp_placement == "v" and placement.kind != "v":
         yield f"{setting} goes round the ranks, and --epp-placement is v: leave that out"
-    if not layout.is_whole:
-        yield from half_problems(args, layout, setting)
-
-
-def half_problems(args: argparse.Namespace, layout: Layout, setting: str) -> Iterator[str]:
-    """Yield the settings that are incompatible with stages that begin inside a layer."""
-    setting = f"{setting} cuts layers ({layers_text(layout.halves)})"
-    if args.epp_schedule != "elastic":
-        yield f"{setting}, which --epp-schedule {args.epp_schedule} cannot run: give whole layers, or use elastic"
-    keeps = next((flag for flag in ("save", "load") if getattr(args, flag, None)), None)
-    checkpoints = getattr(args, "ckpt_format", "torch_dist")
-    if keeps and checkpoints != "torch_dist":
-        yield f"{setting}, which --{keeps} with --ckpt-format {checkpoints} cannot keep by layers: use torch_dist"
 
 
 def apply_layout(args: argparse.Namespace) -> None:
     """Tell Megatron the stages of a checked `--epp-layout`.
 
-    Its own layout says all of a looped one with whole layers. For any other it says how many stages there are; their layers
+    Its own layout says all of a looped one. For any other it says how many stages there are; their layers
     follow when the model is configured (`model_chunks.assign_stages`). The flag becomes a list, so that no file is read again.
     """
     layout = asked_layout(args)
@@ -167,18 +153,16 @@ def apply_layout(args: argparse.Namespace) -> None:
     if layout.shards_vocabulary and args.epp_vocab_parallel == "off" and args.rank == 0:
         logger.warning("the layout of %s divides the output layer over the ranks: add --epp-vocab-parallel on", args.epp_layout)
     if args.epp_layout not in SEARCHED:
-        args.epp_layout = layers_text(layout.halves).replace(" ", "")
+        args.epp_layout = layers_text(layout.layers).replace(" ", "")
     args.epp_placement = layout.placement.kind
     args.num_virtual_stages_per_pipeline_rank = None
     if layout.placement.num_stages > 1:
-        # Of whole layers: a cut one is on the stage that begins it.
-        layers = [-(-end // 2) - -(-start // 2) for start, end in pairwise(accumulate(layout.halves, initial=0))]
-        args.pipeline_model_parallel_layout = layout_flag(layers, getattr(args, "mtp_num_layers", None) or 0)
+        args.pipeline_model_parallel_layout = layout_flag(layout.layers, getattr(args, "mtp_num_layers", None) or 0)
 
 
 def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
     """Replace ``auto`` or ``balanced`` by the layout that was found."""
-    args.epp_layout, args.epp_placement = layers_text(layout.halves).replace(" ", ""), layout.placement.kind
+    args.epp_layout, args.epp_placement = layers_text(layout.layers).replace(" ", ""), layout.placement.kind
     apply_layout(args)
 
 

@@ -1,43 +1,23 @@
 """The table of refusals: what settings cannot be, or not together, and what to do instead.
 
 The launcher, the training script and `megatron_epp.wrap` ask `refuse` before plans run a model. A row is read at a glance; what
-has several lines, or counts something, is a function among the rows. What Megatron asserts itself, `start.validate` asks it.
+has several lines, or counts something, is a function of `checks`. What Megatron asserts itself, `start.validate` asks it.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from functools import partial
-from pkgutil import resolve_name
-from typing import Any
 
-from megatron_epp.mcore.arguments import ArgumentError, fp8
-from megatron_epp.mcore.arguments.flag import GIVEN, Number
-from megatron_epp.mcore.arguments.layout import (
-    BETWEEN_STAGES,
-    PER_RANK,
-    PER_STAGE,
-    REPLICA_SIZES,
-    hybrid_pattern,
-    is_divided,
-    is_open,
-    layout_problems,
-    readable_layout,
-    token_multiple,
-    world_of,
-)
+from megatron_epp.mcore.arguments import ArgumentError, checks, fp8
+from megatron_epp.mcore.arguments.flag import GIVEN
+from megatron_epp.mcore.arguments.layout import PER_RANK, PER_STAGE, is_divided, is_open, layout_problems
 from megatron_epp.mcore.arguments.rule import BOTH, Check, Door, Rule, Rules, flags, problems_of
-from megatron_epp.mcore.arguments.table import ROWS, TABLE
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, shards_vocabulary
-from megatron_epp.mcore.model.kinds import KINDS, layer_problems, of_experts
-from megatron_epp.plan import EppError
-from megatron_epp.plan.errors import Names
-from megatron_epp.plan.flags import AUTO, flag_of
+from megatron_epp.mcore.model.kinds import KINDS, of_experts
+from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.planners import PLANNERS, begins_with_greedy
-from megatron_epp.plan.reading import brief
 
 # ---- flags of which plans can honour no other value -------------------------------------------------------------------
 
@@ -101,23 +81,6 @@ PARTING = flags(
     say="does not go with {epp_documents}, which runs samples across documents",
 )
 """Flags with which documents of a sample do not see each other."""
-IMPLIED = (
-    *PARTING,
-    Rule("--no-create-attention-mask-in-dataloader", allowed=(True,), dest="create_attention_mask_in_dataloader"),
-)
-OF_SAMPLES = (
-    *flags("--data-cache-path --allow-ambiguous-pad-tokens"),
-    Rule("--num-dataset-builder-threads", allowed=_ONE),
-    Rule("--mid-level-dataset-surplus", allowed=(0.005,)),
-)
-"""Flags of `IDLE` that have an effect on Megatron's own samples, with `--epp-documents stream`."""
-IDLE = (
-    *OF_SAMPLES,
-    *flags("--per-dataset-sequences-path --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap"),
-    *flags("--exit-signal-handler-for-dataloader --object-storage-cache-path"),
-    Rule("--num-workers", allowed=(2,)),
-)
-EOD = Rule("--eod-mask-loss")
 COUNTING = flags(
     "--train-samples --lr-decay-samples --lr-warmup-samples --override-ckpt-iteration",
     "count iterations, since a batch has as many samples as fit --epp-batch-tokens",
@@ -125,12 +88,6 @@ COUNTING = flags(
     say="does not go with --epp-batch-tokens",
 )
 """Flags for which every batch has --global-batch-size samples."""
-REPLAYS = flags(
-    # Megatron's, in ms-swift, NeMo-RL and recent verl; a field that verl adds to the model's configuration; slime's
-    "--moe-enable-routing-replay --enable-routing-replay --use-routing-replay --use-rollout-routing-replay",
-    "microbatches must run in their own order",
-)
-"""Router replay, which takes the routes of microbatches from queues, in the order in which these run."""
 _ON = f"does not go with {VOCABULARY_FLAG} on"
 OF_VOCABULARY = (
     *flags("--fp16", "use --bf16: small probabilities would leave the range of fp16", say=_ON),
@@ -189,143 +146,9 @@ WEIGHTS_TOGETHER = (
 )
 """Why weight gradients are computed with their backwards where no flag asks for more."""
 
-# ---- functions among the rows -----------------------------------------------------------------------------------------
-
-
-def _forgotten(args: Namespace, _: Door) -> Iterator[str]:
-    """Yield flags of ours without `--epp`, which would train Megatron's samples by its own schedule without a word."""
-    words = {word.partition("=")[0] for word in sys.argv}  # a flag may be given its default, which the namespace does not show
-    ours = (row for row in TABLE if row.is_ours and row.setting not in ("epp", "allow_unknown_megatron"))
-    idle = [
-        row.training for row in ours if row.training in words or getattr(args, row.dest, None) not in (None, False, row.default)
-    ]
-    if idle:
-        verb, them = ("do", "them") if len(idle) > 1 else ("does", "it")
-        yield f"{', '.join(idle)} {verb} nothing without --epp: add it, or leave {them} out"
-
-
-_REPLAY_VARIABLE = "ENABLE_ROUTING_REPLAY"
-"""Environment variable that slime sets to 1 in the processes whose routers replay."""
-
-
-def _replay(settings: Any, door: Door) -> Iterator[str]:
-    """Yield what takes the routes of microbatches from queues, unless these run in their own order.
-
-    Samples have routes of their own. Megatron's replay may be switched on there, without an action (`acting_replay`).
-    """
-    if getattr(settings, "epp_order", GIVEN) == GIVEN:
-        return
-    advice = f"use --epp-order {GIVEN}" if door.has_flags else f"use megatron_epp.wrap(order={GIVEN!r})"
-    rows = REPLAYS
-    if getattr(settings, "epp_microbatches", "user") != "user":
-        advice, rows = "leave it out, and give samples a column routes", REPLAYS[1:]  # behind Megatron's own
-    replays = [row.text(settings, door) for row in rows if row.is_given(settings)]
-    if os.environ.get(_REPLAY_VARIABLE) == "1":
-        replays.append(f"{_REPLAY_VARIABLE}=1 in the environment ({REPLAYS[0].use})")
-    yield from (f"{door.cannot} {replay}: {advice}" for replay in replays)
-
-
-def _weight_shards(settings: Any, door: Door) -> Iterator[str]:
-    """Yield weights that ranks share beyond tensor parallelism, which 0.19 and later can."""
-    tensor_ranks = getattr(settings, "tensor_model_parallel_size", 1)
-    for prefix in ("", "expert_"):
-        ranks = getattr(settings, f"{prefix}tensor_parallel_size", None) or tensor_ranks
-        shards = getattr(settings, f"{prefix}tensor_parallel_num_weight_shards", None) or ranks
-        shards = max(shards, ranks * getattr(settings, f"{prefix}gtp_weight_remat_size", 1))
-        if shards > ranks:
-            refused = door.with_value(f"{prefix}tensor_parallel_num_weight_shards", shards)
-            yield (
-                f"{door.cannot} {refused} on {ranks} tensor-parallel ranks: weights are gathered ahead in the order of the "
-                "first iteration, which recompute changes; leave it out"
-            )
-
-
-HONOURED = {"epp", "epp_microbatches", "epp_order", "epp_memory_cap_gb", "epp_split_weight_gradient", "epp_offload"}
-HONOURED |= {"epp_host_memory_gb", "epp_wait_limit_seconds", "epp_report_dir", "epp_trace", "epp_allow_unknown_megatron"}
-"""Our own flags that apply to a script's microbatches; all others need this package's data, layers or planners."""
-HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
-"""Flags that apply where Megatron's own functions save and load checkpoints, which `wrap` does not see."""
-
-
-def _without_effect(settings: Any, door: Door) -> Iterator[str]:
-    honoured = HONOURED | (HONOURED_BY_MEGATRON if door.has_flags else set())
-    honoured |= {"epp_costs"} if settings.epp_costs == "learn" else set()
-    values = [(row, getattr(settings, row.dest)) for row in TABLE if row.is_ours and row.dest not in honoured]
-    if clashes := [door.with_value(row.dest, value) for row, value in values if value not in (row.unset, "off", "even")]:
-        who = "--epp-microbatches user" if door.has_flags else "a schedule of megatron_epp.wrap"
-        yield f"{who} runs the script's own model and data: leave out {', '.join(clashes)}"
-
-
-def advice(error: EppError, names: Names) -> str:
-    """Return an error of planning with the remedies that a script's own microbatches leave, by the names of settings."""
-    rows = (ROWS[remedy.setting] for remedy in error.remedies if remedy.setting in ROWS)
-    return error.without_remedies(*(row.setting for row in rows if row.is_ours and row.dest not in HONOURED)).text(names)
-
-
-def _numbers(args: Namespace, _: Door) -> Iterator[str]:
-    for row in TABLE:
-        if row.is_ours and isinstance(read := row.read, Number):
-            setting = getattr(args, row.dest, None)
-            for value in setting if isinstance(setting, list) else [setting]:
-                if value is not None and not read.accepts(value):
-                    yield f"{row.training} is {brief(value)}; it must be {read.must_be}"
-
-
-def _sizes(args: Namespace, _: Door) -> Iterator[str]:
-    """Yield what does not divide over replicas, and is too short for slices. Raises `EppError` for a size that is none."""
-    replica, processes, batch = world_of(vars(args)), args.world_size, args.global_batch_size
-    if processes % replica:
-        names = " x ".join(f"{flag_of(name)} {getattr(args, name)}" for name in REPLICA_SIZES)
-        yield (
-            f"the run has {processes} processes, but {names} takes {replica} for each replica: start a multiple of {replica}, "
-            "or lower one of them"
-        )
-        return
-    replicas, ranks = processes // replica, args.pipeline_model_parallel_size
-    each = ranks if args.epp_schedule not in ("elastic", "packed") and _virtual(args) else 1
-    if batch is not None and (batch <= 0 or batch % (each * replicas)):
-        why = f", each of which runs an interleaved pipeline by --epp-schedule {args.epp_schedule}" if each > 1 else ""
-        yield f"--global-batch-size {batch} is for {replicas} replicas{why}: make it a multiple of {each * replicas}"
-    least = (multiple := token_multiple(args)) * (slices := args.epp_slices or 1)
-    if args.seq_length is not None and args.seq_length < least:
-        yield (
-            f"--seq-length {args.seq_length} is too short for {slices} slices of at least {multiple} tokens: raise it to "
-            f"{least}, or lower --epp-slices"
-        )
-
-
-def _virtual(args: Namespace) -> bool:
-    ranks, chunks = args.pipeline_model_parallel_size, getattr(args, "num_virtual_stages_per_pipeline_rank", None)
-    if (layout := readable_layout(args)) is not None:
-        return layout.placement.num_chunks > 1
-    if is_open(args) and args.epp_placement == "v":
-        return chunks in (None, 2)
-    if text := getattr(args, "pipeline_model_parallel_layout", None):
-        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-        return len(PipelineParallelLayerLayout.parse_str_to_list(text)) > ranks
-    per_stage = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
-    return (args.num_layers or 0) > ranks * per_stage if per_stage else (chunks or 1) > 1
-
-
-def _of_loss(args: Namespace, _: Door) -> Iterator[str]:
-    """Yield what does not go with a loss of samples. Raises `EppError` if there is no such loss."""
-    if args.epp_samples is None or args.epp_loss is None:
-        return
-    from megatron_epp.losses import load_loss
-
-    loss = load_loss(args.epp_loss)
-    if getattr(loss, "has_values", False) and not args.untie_embeddings_and_output_weights:
-        yield (
-            f"--epp-loss {args.epp_loss} reads values, of a head in the place of the output layer: pass "
-            "--untie-embeddings-and-output-weights"
-        )
-    for problem in of_experts("router_problems", args, Door.DOCUMENTS, loss.average):
-        yield f"--epp-loss {args.epp_loss}: {problem}"
-
 
 def _is_packed(args: Namespace) -> bool:
-    return args.epp_schedule == "packed" and _virtual(args)  # Megatron's interleaved pipeline cannot run the batches
+    return args.epp_schedule == "packed" and checks.virtual(args)  # Megatron's interleaved pipeline cannot run the batches
 
 
 def _asks_offload(args: Namespace) -> bool:
@@ -335,12 +158,6 @@ def _asks_offload(args: Namespace) -> bool:
 def _cannot_offload(args: Namespace) -> bool:
     entry = PLANNERS.entry(args.epp_planner)
     return _asks_offload(args) and entry is not None and not entry.may_offload
-
-
-def _planned_only(args: Namespace, _: Door) -> Iterator[str]:
-    planner = args.epp_planner
-    if (entry := PLANNERS.entry(planner)) is not None and entry.lacks:
-        yield f"--epp-planner {planner} is planned, not run: training lacks {entry.lacks}; use --epp-planner greedy"
 
 
 def _has_rest(args: Namespace) -> bool:
@@ -362,40 +179,6 @@ def _lacks_decay(args: Namespace) -> bool:
     return args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples)
 
 
-OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap:problems"}
-"""Switches of other packages, each with the function that yields what is incompatible with it, imported if it is on."""
-
-
-def _optional(args: Namespace, _: Door) -> Iterator[str]:
-    for attribute, target in OPTIONAL.items():
-        if getattr(args, attribute):
-            yield from resolve_name(target)(args)
-
-
-REFUSED_LAYERS = {"D": "sparse attention (DSA)"}
-"""Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
-
-
-def pattern_problem(pattern: str | None) -> str:
-    """Return why a hybrid model with these layers, None for the default ones, cannot run; empty if it can."""
-    known = {kind.symbol: kind.name for kind in KINDS if kind.symbol}
-    can = ", ".join(f"{name} ({symbol})" for symbol, name in known.items())
-    if pattern is None:
-        return f"--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; layers of {can} can run"
-    others = sorted(set(pattern) - {*known, BETWEEN_STAGES}, key=pattern.index)
-    refused = ", ".join(f"{REFUSED_LAYERS.get(symbol, 'unknown')} ({symbol})" for symbol in others)
-    return refused and (
-        f"--epp cannot run {refused} layers of --hybrid-layer-pattern {pattern}: slices of a sequence hand on keys, values, "
-        f"latents and states of gated delta nets and Mamba-2, and no other yet; layers of {can} can run"
-    )
-
-
-def _layers(args: Namespace, _: Door) -> Iterator[str]:
-    if problem := pattern_problem(hybrid_pattern(args) or ""):
-        yield problem
-    yield from layer_problems(args)
-
-
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 _ELASTIC, _OWN = "is for --epp-schedule elastic, not {epp_schedule}", Door.USER | Door.WRAP
@@ -405,18 +188,18 @@ _DATA = "--data-path --train-data-path --data-args-path --per-split-data-args-pa
 _NO_V = ("looped", None)
 RULES: Rules = (
     *CONFLICTS,
-    Check(_forgotten, Door.STOCK),
+    Check(checks.forgotten, Door.STOCK),
     # a script's own microbatches, with flags or `megatron_epp.wrap`
-    Check(_replay, Door.MICROBATCHES),
+    Check(checks.replay, Door.MICROBATCHES),
     *flags(
         "--moe-router-load-balancing-type",
         "use aux_loss or seq_aux_loss: replicas have plans of their own, and their routers would wait for each other",
         Door.MICROBATCHES,
         lambda a: "global_aux_loss" in a.moe_router_load_balancing_type,
     ),
-    Check(_weight_shards, Door.ALL),
+    Check(checks.weight_shards, Door.ALL),
     Check(fp8.problems, Door.ALL),
-    Check(_without_effect, _OWN),
+    Check(checks.without_effect, _OWN),
     *flags(
         "--epp-offload --epp-host-memory-gb --epp-split-weight-gradient",
         doors=_OWN,
@@ -426,8 +209,8 @@ RULES: Rules = (
     ),
     Rule("--epp-host-memory-gb", lambda a: a.epp_offload == "off", "does not go with {epp_offload}", BOTH, _OURS),
     # sizes and stages
-    Check(_sizes),
-    Check(_numbers),
+    Check(checks.sizes),
+    Check(checks.numbers),
     *flags(
         "--context-parallel-size",
         "use --epp-schedule whole",
@@ -439,7 +222,9 @@ RULES: Rules = (
     Rule(PER_RANK, lambda a: a.num_virtual_stages_per_pipeline_rank < 1, "is no number", "give 1 or more", allowed=(None,)),
     Rule(PER_STAGE, lambda a: a.num_layers_per_virtual_pipeline_stage < 1, "is no number", "give 1 or more", allowed=(None,)),
     Rule("--num-layers", _has_rest, "is no multiple of the stages of {pipeline_model_parallel_size}", _DIVIDE),
-    Rule("--epp-placement", lambda a: not _virtual(a), "needs several stages on a rank", f"add {PER_RANK} 2", allowed=_NO_V),
+    Rule(
+        "--epp-placement", lambda a: not checks.virtual(a), "needs several stages on a rank", f"add {PER_RANK} 2", allowed=_NO_V
+    ),
     *flags("--epp-placement", "leave it out", when=lambda a: a.epp_schedule != "elastic", say=_ELASTIC, allowed=_NO_V),
     Rule("--epp-schedule", _is_packed, "makes another number of microbatches of every batch", "put one stage on a rank"),
     # batches, samples and losses
@@ -452,19 +237,19 @@ RULES: Rules = (
     Rule("--epp-samples", lambda a: len(a.epp_samples) > 2, "are too many", "give a file for training and one for evaluation"),
     Rule("--epp-samples", lambda a: a.epp_schedule != "elastic", _ELASTIC, BOTH),
     Rule("--mtp-num-layers", lambda a: a.epp_loss is not None, "is not for --epp-loss, which trains no multi-token prediction"),
-    Check(_of_loss),
+    Check(checks.of_loss),
     # plans
     Rule("--epp-planner", _cannot_offload, f"is not for {_OFFLOAD}", "use --epp-planner greedy"),
     *flags("--epp-recompute", "leave it at auto", when=_asks_offload, say=f"is not for {_OFFLOAD}", allowed=("auto",)),
-    Check(_planned_only),
+    Check(checks.planned_only),
     Rule("--epp-order", lambda a: a.epp_order == GIVEN, "is for --epp-microbatches user: documents are cut by the plan"),
     Rule("--epp-costs", lambda a: a.epp_costs == "measure", "has gone", "use learn, or a file of `megatron-epp profile`"),
     Rule("--epp-trace", lambda a: a.epp_report_dir is None, "needs a folder to write to", "add --epp-report-dir"),
     # It makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
     Rule("--delay-wgrad-compute", lambda a: not splits_weights(a), "is set by --epp-split-weight-gradient", "leave it out"),
-    Check(_optional),
+    Check(checks.optional),
     Check(lambda a, door: problems_of(a, door, VOCABULARY) if shards_vocabulary(a) else ()),
-    Check(_layers),
+    Check(checks.layers),
     Check(partial(of_experts, "chunk_problems"), Door.SLICED_MODEL),
 )
 

@@ -30,10 +30,8 @@ from megatron_epp.plan.reading import one_line
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""File with the iteration that Megatron loads, or the word "release"."""
-_BRIDGE_CONFIG = "run_config.yaml"
-"""File in a checkpoint by which Megatron-Bridge knows the model that it exports."""
+TRACKER = "latest_checkpointed_iteration.txt"  # file with the iteration that Megatron loads, or the word "release"
+_BRIDGE_CONFIG = "run_config.yaml"  # file in a checkpoint by which Megatron-Bridge knows the model that it exports
 
 
 def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool) -> None:
@@ -217,8 +215,7 @@ def _without_checkpoint(folder: str) -> str:
     return f"there is no checkpoint in {folder} (no {TRACKER}){why}"
 
 
-_MODEL = ("num_layers", "hidden_size", "num_attention_heads")
-"""Flags of the model that Megatron compares with a checkpoint's."""
+_MODEL = ("num_layers", "hidden_size", "num_attention_heads")  # flags of the model that Megatron compares with a checkpoint's
 
 
 def _unlike(args: Namespace, folder: Path) -> Iterator[str]:

@@ -8,28 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from typing import Any
 
 from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
 from megatron_epp.cost.optimizer import DTYPE_BYTES, KINDS
 from megatron_epp.data.indexed_documents import DOCUMENTS
-from megatron_epp.mcore.arguments.flag import (
-    AMOUNT,
-    BLOCK,
-    COUNT,
-    DEVICES,
-    GIVEN,
-    LAYERS,
-    RECOMPUTED,
-    SEED,
-    SEQUENCES,
-    SHARE,
-    STAGES,
-    SWITCH,
-    Flag,
-    Number,
-    planner,
-)
+from megatron_epp.mcore.arguments import flag
+from megatron_epp.mcore.arguments.flag import AMOUNT, BLOCK, COUNT, GIVEN, LAYERS, SEQUENCES, SHARE, SWITCH, Flag, Number
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.flags import AUTO, DISPATCHERS, KERNELS, MACHINES, flag_of
 from megatron_epp.plan.shape_classes import WARM_UPS
@@ -37,6 +23,16 @@ from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
 from megatron_epp.plan.yaml_files import shipped
 
 PLANNER_NAMES = "a name that `megatron-epp schedules` lists, or module:function"
+_SWITCHED: dict[str, Any] = {"choices": (AUTO, "on", "off"), "default": AUTO, "alone": "on"}
+
+
+def _layers(value: str | int) -> str | int:
+    return value if value == AUTO else int(value)
+
+
+def _is_on(value: object) -> bool:
+    return value in (True, "on")
+
 
 _PLANNING = (
     Flag("epp", "--epp", "", SWITCH, "Plan every iteration from the lengths of its sequences and run the plan."),
@@ -45,13 +41,13 @@ _PLANNING = (
         "microbatch, with Megatron's attention; whole: the same with ours; padded: sequences padded to --seq-length; packed: "
         "packed up to it (default: elastic)."
     ),
-    Flag("planner", "--epp-planner", "--planner", planner, default="greedy", metavar="NAME").described(
+    Flag("planner", "--epp-planner", "--planner", flag.planner, default="greedy", metavar="NAME").described(
         "Who plans: a name that `megatron-epp schedules` lists, or module:function (default: greedy)."
     ),
     Flag("plan_limit_s", "", "--plan-limit-seconds", AMOUNT, metavar="S").described(
         "With --planner milp, time for which the solver looks for a better plan (default: 10)."
     ),
-    Flag("seed", "", "--seed", SEED, default=0, metavar="S").described(
+    Flag("seed", "", "--seed", flag.SEED, default=0, metavar="S").described(
         "Seed of the planner's search, and of lengths that are drawn (default: 0)."
     ),
 )
@@ -72,9 +68,7 @@ _BATCH = (
         "split)."
     ),
     Flag("context", "--seq-length", "--context", COUNT, "The most tokens of a sequence (default: the longest length)."),
-    Flag("global_batch_size", "--global-batch-size", "--global-batch-size", SEQUENCES, default=512).described(
-        "Sequences of a batch (default: %(default)s)."
-    ),
+    Flag.same("global_batch_size", "Sequences of a batch (default: %(default)s).", SEQUENCES, default=512),
     Flag("batch_tokens", "--epp-batch-tokens", "", COUNT).described(
         "Most tokens of a training batch, over all replicas: sequences are taken in order until the next would exceed it, at "
         "least one per replica. --global-batch-size is then for evaluation alone (default: a batch has --global-batch-size "
@@ -105,13 +99,7 @@ _MEMORY = (
     Flag("chunk_tokens", "--epp-chunk-tokens", "--chunk-tokens", COUNT, "Most tokens of a chunk (default: no limit)."),
     Flag("slices", "--epp-slices", "--slices", COUNT, "Slices of the longest sequence (default: the planner chooses)."),
     Flag(
-        "recompute",
-        "--epp-recompute",
-        "--recompute",
-        RECOMPUTED,
-        default=AUTO,
-        metavar="auto|N",
-        field=lambda value: value if value == AUTO else int(value),
+        "recompute", "--epp-recompute", "--recompute", flag.RECOMPUTED, default=AUTO, metavar="auto|N", field=_layers
     ).described(
         "Layers per stage that recompute in backward: a number, or auto, as few as the cap allows for each stage and chunk "
         "(default: auto)."
@@ -121,15 +109,7 @@ _MEMORY = (
         "but core attention (selective; Megatron's runs core attention alone), or its MLP or experts and norms (mlp); full: "
         "always all of it (default: all)."
     ),
-    Flag(
-        "offload",
-        "--epp-offload",
-        "--offload",
-        choices=(AUTO, "on", "off"),
-        default=AUTO,
-        alone="on",
-        field=lambda value: value == "on",
-    ).described(
+    Flag("offload", "--epp-offload", "--offload", **_SWITCHED, field=lambda value: value == "on").described(
         "Copy activations to host memory between forward and backward where that takes less time than recompute, with greedy "
         "and orders of papers; with greedy also keys and values of sliced sequences (KV offload). auto: with "
         "{host_cap_bytes}, and in trainings on GPUs (default: auto)."
@@ -146,28 +126,18 @@ _RUNNING = (
         "first rank has the first and the last of two on each (default: the faster with --epp-layout auto, else looped)."
     ),
     Flag("layout", "--epp-layout", "--layout", metavar="auto|even|balanced|FILE|N,N,...").described(
-        "Layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention; or a file with them and the ranks "
-        "of the stages. even: as Megatron's flags divide layers, by default as many on each; balanced: ranks take equally "
-        "long for the run's sequences; auto: what takes least time for its first batches, with several stages on a rank where "
-        "that is faster, found by planning some of them and kept with the checkpoints (default: auto, unless flags of "
-        "Megatron's divide layers).",
-        "layers of every stage, as ``8,7.5,8.5``, where 7.5 ends with a layer's attention, behind v: or looped: where ranks "
-        "have several; a file that `plan --layout-out` wrote; even; balanced: ranks take equally long; or auto: what takes "
-        "least time for batches like these, with several stages on a rank where that is faster (default: auto, and balanced "
-        "with planners of papers)",
+        "Layers of every stage, as ``8,7,9``; or a file with them and the ranks of the stages. even: as Megatron's flags "
+        "divide layers, by default as many on each; balanced: ranks take equally long for the run's sequences; auto: what "
+        "takes least time for its first batches, with several stages on a rank where that is faster, found by planning some "
+        "of them and kept with the checkpoints (default: auto, unless flags of Megatron's divide layers).",
+        "layers of every stage, as ``8,7,9``, behind v: or looped: where ranks have several; a file that `plan --layout-out` "
+        "wrote; even; balanced: ranks take equally long; or auto: what takes least time for batches like these, with several "
+        "stages on a rank where that is faster (default: auto, and balanced with planners of papers)",
     ),
-    Flag(
-        "vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", choices=("auto", "on", "off"), default=AUTO, alone="on"
-    ).described("Divide the output layer over the pipeline ranks. auto: where plans are faster with it (default: auto)."),
-    Flag(
-        "split_weight",
-        "--epp-split-weight-gradient",
-        "--split-weight",
-        choices=(AUTO, "on", "off"),
-        default=AUTO,
-        alone="on",
-        field=lambda value: value in (True, "on"),
-    ).described(
+    Flag("vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", **_SWITCHED).described(
+        "Divide the output layer over the pipeline ranks. auto: where plans are faster with it (default: auto)."
+    ),
+    Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", **_SWITCHED, field=_is_on).described(
         "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait. auto: where "
         "plans are faster with it (default: auto)."
     ),
@@ -184,7 +154,7 @@ _RUNNING = (
         "Add up the gradients of a sliced sequence's keys and values in fp32, with twice the memory: in bf16 and fp16 every "
         f"slice rounds the sum. auto: above {MOST_ROUNDED_SLICES} slices (default: auto)."
     ),
-    Flag("latents", "--epp-latents", "--latents", choices=(AUTO, "on", "off"), default=AUTO, alone="on").described(
+    Flag("latents", "--epp-latents", "--latents", **_SWITCHED).described(
         "What slices of latent attention hand on. on: latents, of which every slice makes the keys and values of its prefix "
         "anew; off: keys and values; auto: whichever plans faster (default: auto)."
     ),
@@ -200,7 +170,7 @@ _RUNNING = (
         "before the first for all classes up to --seq-length. auto: where the kernel builds plans, as cuDNN does (default: "
         "auto)."
     ),
-    Flag("lookahead", "--epp-lookahead", "", COUNT, "Iterations to plan ahead of training (default: 2).", default=2),
+    Flag.ours("lookahead", "Iterations to plan ahead of training (default: 2).", COUNT, default=2),
     Flag("wait_limit_seconds", "--epp-wait-limit-seconds", "", AMOUNT, default=600.0, metavar="S").described(
         "End the run, naming the action, when an action, message or collective takes longer; while ranks measure costs, for "
         "every step of the slowest (default: 600)."
@@ -208,9 +178,7 @@ _RUNNING = (
     Flag("save_limit_seconds", "--epp-save-limit-seconds", "", AMOUNT, default=1800.0, metavar="S").described(
         "End the run when saving a checkpoint takes longer (default: 1800)."
     ),
-    Flag("report_dir", "--epp-report-dir", metavar="DIR").described(
-        "Write each iteration's planned and measured figures here (default: do not)."
-    ),
+    Flag.ours("report_dir", "Write each iteration's planned and measured figures here (default: do not).", str, metavar="DIR"),
     Flag("trace", "--epp-trace", "", COUNT, metavar="I", takes_several=True).described(
         "Write iteration I to --epp-report-dir: plan.json, measured.json with the times of actions, copies and waits, and "
         "trace.json for ui.perfetto.dev; of several as plan-I.json and so on (default: none)."
@@ -219,16 +187,12 @@ _RUNNING = (
         "Where the newest checkpoint of --load is damaged, go on from the one before, with a warning (default: refuse to "
         "start)."
     ),
-    Flag("measure_memory", "--epp-measure-memory", "", SWITCH).described(
-        "Count the bytes autograd keeps, per rank. Costs a little time."
-    ),
-    Flag("allow_unknown_megatron", "--epp-allow-unknown-megatron", "", SWITCH).described(
-        "Patch a Megatron whose code is not known to work."
-    ),
+    Flag.ours("measure_memory", "Count the bytes autograd keeps, per rank. Costs a little time.", SWITCH),
+    Flag.ours("allow_unknown_megatron", "Patch a Megatron whose code is not known to work.", SWITCH),
 )
 _PIPELINE = (
     Flag(
-        "num_stages", "--pipeline-model-parallel-size", "--stages --pipeline-size --pipeline-parallel", STAGES, default=4
+        "num_stages", "--pipeline-model-parallel-size", "--stages --pipeline-size --pipeline-parallel", flag.STAGES, default=4
     ).described("Pipeline stages, one per rank (default: 4)."),
     Flag("token_multiple", "", "--token-multiple", COUNT).described(
         "Pad chunks to a multiple of this many tokens (default: as in training, by the ranks that share tokens)."
@@ -278,9 +242,7 @@ SHAPE = (
 )
 """Flags of a model's shape."""
 FP8 = (
-    Flag("fp8_format", "--fp8-format", "--fp8-format", choices=("e4m3", "hybrid")).described(
-        "Linear layers multiply in FP8 (default: in the type of the weights)."
-    ),
+    Flag.same("fp8_format", "Linear layers multiply in FP8 (default: in the type of the weights).", choices=("e4m3", "hybrid")),
     Flag("fp8_recipe", "--fp8-recipe", "--fp8-recipe", choices=tuple(RECIPES)).described(
         "How FP8 is scaled; needed with --fp8-format, as Megatron's default is refused."
     ),
@@ -292,31 +254,19 @@ OPTIMIZER = (
         "muon, dist_muon: Muon for the matrices of layers, Adam for the rest; sgd: with momentum, not sharded (default: adam, "
         "sharded by the distributed optimizer)."
     ),
-    Flag(
-        "use_precision_aware_optimizer", "--use-precision-aware-optimizer", "--use-precision-aware-optimizer", SWITCH
-    ).described("Adam has its copy of the weights and its moments in the types that follow (needs Transformer Engine)."),
-    Flag("main_grads_dtype", "--main-grads-dtype", "--main-grads-dtype", choices=("fp32", "bf16")).described(
-        "Type of accumulated gradients (default: fp32)."
+    Flag.same(
+        "use_precision_aware_optimizer",
+        "Adam has its copy of the weights and its moments in the types that follow (needs Transformer Engine).",
+        SWITCH,
     ),
+    Flag.same("main_grads_dtype", "Type of accumulated gradients (default: fp32).", choices=("fp32", "bf16")),
     Flag("main_params_dtype", "--main-params-dtype", "--main-params-dtype", choices=("fp32", "fp16")).described(
         "Type of the optimizer's copy of the weights; of fp32 it stores the 2 bytes that bf16 weights lack (default: fp32)."
     ),
-    Flag("exp_avg_dtype", "--exp-avg-dtype", "--exp-avg-dtype", choices=_DTYPES).described(
-        "Type of the first moment (default: fp32)."
-    ),
-    Flag("exp_avg_sq_dtype", "--exp-avg-sq-dtype", "--exp-avg-sq-dtype", choices=_DTYPES).described(
-        "Type of the second moment (default: fp32)."
-    ),
-    Flag("optimizer_cpu_offload", "--optimizer-cpu-offload", "--optimizer-cpu-offload", SWITCH).described(
-        "Adam's states are in host memory, in fp32."
-    ),
-    Flag(
-        "optimizer_offload_fraction",
-        "--optimizer-offload-fraction",
-        "--optimizer-offload-fraction",
-        SHARE,
-        metavar="SHARE",
-    ).described("Share of the states that are there, 0 to 1 (default: 1)."),
+    Flag.same("exp_avg_dtype", "Type of the first moment (default: fp32).", choices=_DTYPES),
+    Flag.same("exp_avg_sq_dtype", "Type of the second moment (default: fp32).", choices=_DTYPES),
+    Flag.same("optimizer_cpu_offload", "Adam's states are in host memory, in fp32.", SWITCH),
+    Flag.same("optimizer_offload_fraction", "Share of the states that are there, 0 to 1 (default: 1).", SHARE, metavar="SHARE"),
 )
 """Flags of Megatron's optimizer that change its bytes, by the names that they have in training."""
 _COSTS = (
@@ -327,7 +277,7 @@ _COSTS = (
     Flag("cluster", "", "--cluster", metavar="NAME|FILE").described(
         f"YAML of a machine; shipped: {', '.join(shipped('clusters'))} (default: --rates)."
     ),
-    Flag("devices", "", "--devices", DEVICES).described(
+    Flag("devices", "", "--devices", flag.DEVICES).described(
         "Devices of the run, in all: if one node of the --cluster has so many, stages are in it too; if ranks of several "
         "nodes share a layer, a part of their exchanges is slower (default: a node for each stage)."
     ),
@@ -348,25 +298,11 @@ _DATA = tuple(Flag(name, flag_of(name)) for name in ("eod_mask_loss", "tokenizer
 TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *SHAPE, *FP8, *OPTIMIZER, *_COSTS, *_DATA)
 
 EVERYDAY = (
-    "epp",
-    "schedule",
-    "cap_bytes",
-    "costs",
-    "layout",
-    "offload",
-    "recompute",
-    "vocab_parallel",
-    "chunk_tokens",
-    "planner",
-    "documents",
-    "batch_tokens",
-    "microbatches",
-    "report_dir",
-    "trace",
+    *("epp", "schedule", "cap_bytes", "costs", "layout", "offload", "recompute", "vocab_parallel", "chunk_tokens", "planner"),
+    *("documents", "batch_tokens", "microbatches", "report_dir", "trace"),
 )
 """Settings of a training run that most users meet, in the order in which help lists them before all others."""
-ROWS = {row.setting: row for row in TABLE}
-"""The rows by their settings."""
+ROWS = {row.setting: row for row in TABLE}  # the rows by their settings
 TRAINING: Names = {row.setting: row.training for row in TABLE if row.training}
 """The flag of each setting in a training run, for errors."""
 _OF_BATCHES = {"context": "the length of the longest sequence", "global_batch_size": "the number of samples"}

@@ -8,8 +8,7 @@ from itertools import pairwise
 from megatron_epp.mcore.arguments import ArgumentError
 
 VOCABULARY_FLAG = "--epp-vocab-parallel"
-_MULTIPLES = (64, 8)
-"""Numbers of rows by whose multiples a large vocabulary is divided, since matrix products are faster then."""
+_MULTIPLES = (64, 8)  # numbers of rows by whose multiples a large vocabulary is divided, since matrix products are faster then
 _EVENNESS = 64
 """Smallest shard for which this is done, in multiples, so that shards differ by about a 64th at most. Not measured."""
 

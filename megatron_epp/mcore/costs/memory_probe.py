@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.cost.blocks import ATTENTION, HANDOVER, HEAD, INPUT, LAYER, MLP, PREDICTION, BlockCosts, StageCosts
+from megatron_epp.cost.blocks import HANDOVER, HEAD, INPUT, LAYER, PREDICTION, BlockCosts, StageCosts
 from megatron_epp.cost.work import LinearTime, ModeCosts
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.core_attention import relay_of
@@ -48,61 +48,54 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     splits = stage.weights is not None
     if splits:
         deferred = _held(stage, NO_RECOMPUTE, keep_weights=True)
-        of_layers = layers * costs.layers.weight_bytes_per_token
-        of_half = sum(half.weight_bytes_per_token for half in costs.inner)
-        of_half = deferred.layers_weights * (of_half / (of_layers + of_half) if of_half else 0.0)
-        costs = costs.changed(LAYER, weight_bytes_per_token=(deferred.layers_weights - of_half) / max(1, layers))
-        costs = costs.changed(ATTENTION, MLP, weight_bytes_per_token=of_half).changed(INPUT, weight_bytes_per_token=0.0)
+        costs = costs.changed(LAYER, weight_bytes_per_token=deferred.layers_weights / max(1, layers))
+        costs = costs.changed(INPUT, weight_bytes_per_token=0.0)
         costs = costs.changed(HEAD, weight_bytes_per_token=deferred.weights - deferred.layers_weights)
         if deferred.weights <= deferred.layers_weights:
             costs = costs.changed(INPUT, HEAD, weight=LinearTime())
     least = message_bytes(stage)
-    costs = costs.changed(LAYER, ATTENTION, input_bytes_per_token=least)
+    costs = costs.changed(LAYER, input_bytes_per_token=least)
     base = _held(stage, Recompute(full=layers))
-    costs = costs.changed(ATTENTION, MLP, bytes_per_token=base.half)
-    caches_half = any(half.kv is not None for half in costs.inner)
     if layers == 0:
-        costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - base.half)).changed(HEAD, bytes_per_token=0.0)
-        return _with_kv_bytes(costs, stage, _of_slices(stage)) if caches_half else costs
+        costs = costs.changed(INPUT, bytes_per_token=base.activations).changed(HEAD, bytes_per_token=0.0)
+        caches = any(block.kv is not None for block in costs.inner)
+        return _with_kv_bytes(costs, stage, _of_slices(stage)) if caches else costs
     # Not so a hybrid model's layers of attention, an MLP or experts, nor where only some layers have experts, or a window.
     parts = "self_attention", "mlp"  # Mamba-2 layers have neither
     kinds = {(type(at), *(type(getattr(at, part, None)) for part in parts), _num_cached(at)) for at in layers_of(stage)}
-    is_alike = len(kinds if stage.cut_layers is None else {kind for kind, *_ in kinds}) == 1
-    is_uniform = is_alike and not costs.layers.first_mlp_bytes_per_token
+    is_alike = len(kinds) == 1
 
     def at(known: ModeCosts, mode: str) -> ModeCosts:
-        held = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
-        per_token = least + (held.activations - base.activations) / (1 if is_uniform else layers)
-        above = held.peak_above_entry if is_uniform else _peak(stage, mode)
-        return replace(known, bytes_per_token=per_token, full_bytes_per_token=max(0.0, per_token + above))
+        held = _held(stage, _with(mode, 1, full=layers - 1))
+        per_token = least + held.activations - base.activations
+        return replace(known, bytes_per_token=per_token, full_bytes_per_token=max(0.0, per_token + held.peak_above_entry))
 
-    first_mlp = _of_layers(stage, NO_RECOMPUTE)[0][0] if costs.layers.first_mlp_bytes_per_token else 0.0
     known = {"": ModeCosts(LinearTime(), 0.0)} | costs.layers.recompute
     unlike = () if is_alike else _unlike_layers(stage, costs.layers, least)
     modes = {name: at(mode, name) for name, mode in known.items()} if is_alike else _mean(unlike, known)
     plain = modes.pop("")
-    of_head = max(0.0, base.head - base.half * caches_half - base.ahead)
+    of_head = max(0.0, base.head - base.ahead)
     costs = costs.changed(PREDICTION, bytes_per_token=base.ahead)
-    costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least - base.half) - of_head - base.ahead)
+    costs = costs.changed(INPUT, bytes_per_token=max(0.0, base.activations - layers * least) - of_head - base.ahead)
     costs = costs.changed(HEAD, bytes_per_token=of_head).changed(
         LAYER,
-        first_mlp_bytes_per_token=first_mlp,
         bytes_per_token=plain.bytes_per_token,
         full_bytes_per_token=plain.full_bytes_per_token,
         recompute=modes,
     )
     costs = replace(costs, unlike=unlike)
     if splits and is_alike:
-        costs = costs.changed(LAYER, apart_bytes_per_token=plain.bytes_per_token + _peak(stage, "", keep_weights=True))
+        above = _held(stage, Recompute(full=layers - 1), keep_weights=True).peak_above_entry
+        costs = costs.changed(LAYER, apart_bytes_per_token=plain.bytes_per_token + above)
     slices = _of_slices(stage)
     costs = _with_kv_bytes(costs, stage, slices)
     if slices.ahead is not None:
         costs = costs.changed(PREDICTION, attended_bytes_per_token=base.ahead / stage.depths + of_head - slices.ahead)
     if slices.gradient:
         held = least + slices.cache
-        costs = costs.changed(LAYER, attended_bytes_per_token=held + _left(stage, slices, first_mlp))
+        costs = costs.changed(LAYER, attended_bytes_per_token=held + slices.left)
         if splits and is_alike:
-            left = _left(stage, _of_slices(stage, keep_weights=True), first_mlp, keep_weights=True)
+            left = _of_slices(stage, keep_weights=True).left
             costs = costs.changed(LAYER, apart_attended_bytes_per_token=held + left)
     return costs
 
@@ -164,17 +157,6 @@ def _mean(layers: Sequence[BlockCosts], known: Mapping[str, ModeCosts]) -> dict[
     }
 
 
-def _left(stage: MegatronStage, of_last: _Slices, first_mlp_bytes: float, keep_weights: bool = False) -> float:
-    """Return `_Slices.left` of a stage, given its last layer's.
-
-    Where the attention at the stage's end counts as a layer with the MLP at its start, costs add that MLP's bytes to it.
-    """
-    ends = _ends(stage)
-    if not ends:
-        return of_last.left
-    return max(of_last.left - first_mlp_bytes, _of_slices(stage, keep_weights, layer=ends[-1:]).left)
-
-
 def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> StageCosts:
     """Return `costs` with the bytes of keys and values, of a sequence of `few` slices and of many."""
     # Only gradients of less than 32 bits are added up in a wider type where slices are many.
@@ -186,7 +168,7 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
         gradient_bytes_per_token=few.gradient,
         many_gradient_bytes_per_token=many.gradient,
     )
-    costs = costs.changed(LAYER, ATTENTION, PREDICTION, kv=kv)
+    costs = costs.changed(LAYER, PREDICTION, kv=kv)
     caches = _caches(stage)
     for kind, own in caches.items():
         costs = costs.changed(kind, cached_share=sum(own) / max(1, len(own)))
@@ -207,11 +189,8 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
 
 def _caches(stage: MegatronStage) -> dict[str, list[bool]]:
     """Return which layers cache keys and values, by kind of block: those with a window or a state hand on what they have."""
-    half, mlp = _half(stage), _ends(stage)[:1]
-    layers = [layer for layer in layers_of(stage) if layer not in half and layer not in mlp]
     return {
-        LAYER: [_num_cached(layer) > 0 for layer in layers],
-        ATTENTION: [_num_cached(layer) > 0 for layer in half],
+        LAYER: [_num_cached(layer) > 0 for layer in layers_of(stage)],
         PREDICTION: [_num_cached(stage.language_model) > _num_cached(stage.decoder)] * stage.depths,
     }
 
@@ -239,67 +218,34 @@ class Held(NamedTuple):
 
     activations: float  # held from forward to backward
     head: float  # part of `activations` that is freed before the backward reaches the layers
-    peak_above_entry: float  # peak while the backward of the last layer (or another) runs, above what was live when it began
+    peak_above_entry: float  # peak while the backward of the last layer runs, above what was live when it began
     # weights, layers_weights: kept by a backward for all weight gradients, and for the layers'
     weights: float
     layers_weights: float
-    # half, ahead: parts of `activations` that the stage's half layer besides its layers, and layers of multi-token prediction
-    # keep
-    half: float
-    ahead: float
-
-
-def _half(stage: MegatronStage) -> list[torch.nn.Module]:
-    cut, layers = stage.cut_layers, layers_of(stage)
-    if cut is None or cut.begins_with_mlp == cut.ends_with_attention:
-        return []
-    return [layers[0 if cut.begins_with_mlp else -1]]
-
-
-def _ends(stage: MegatronStage) -> list[torch.nn.Module]:
-    """Return the MLP at a stage's start and the attention at its end if they count as one of its layers; else nothing."""
-    cut, layers = stage.cut_layers, layers_of(stage)
-    return [layers[0], layers[-1]] if cut is not None and cut.begins_with_mlp and cut.ends_with_attention else []
+    ahead: float  # part of `activations` that layers of multi-token prediction keep
 
 
 def _last_layer(stage: MegatronStage, that_caches: bool = False) -> list[torch.nn.Module]:
-    """Return a stage's last whole layer (that caches keys and values, if any), or the two halves that make its only one."""
-    ends = _ends(stage)
-    halves = [*_half(stage), *ends]
-    whole = [layer for layer in layers_of(stage) if layer not in halves]
-    caching = [layer for layer in whole if _num_cached(layer)] if that_caches else []
-    return caching[-1:] or whole[-1:] or ends
+    """Return a stage's last layer (that caches keys and values, if any does)."""
+    layers = [*layers_of(stage)]
+    caching = [layer for layer in layers if _num_cached(layer)] if that_caches else []
+    return caching[-1:] or layers[-1:]
 
 
-def _peak(stage: MegatronStage, mode: str, keep_weights: bool = False) -> float:
-    """Return the most bytes per token that the backward of a layer holds in a mode, above what is live when it begins.
-
-    Where two halves count as a layer, the attention's backward comes first and the MLP's last, and whole layers' between them.
-    """
-    ends, layers = _ends(stage), stage.num_layers
-    if not ends:
-        return _held(stage, _with(mode, 1, full=layers - 1), keep_weights).peak_above_entry
-    both = [_held(stage, _with(mode, layers), keep_weights, layer) for layer in (ends[-1:], _last_layer(stage))]
-    return max(held.peak_above_entry for held in both)
-
-
-def _held(
-    stage: MegatronStage, recompute: Recompute, keep_weights: bool = False, layer: Sequence[torch.nn.Module] | None = None
-) -> Held:
-    """Run a chunk forward and backward, and measure; watch a layer's backward, by default the last one's, for its peak."""
+def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
+    """Run a chunk forward and backward, and measure; watch the last layer's backward for its peak."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    last, half, ahead = _LayerBytes(meter), _LayerBytes(meter), _LayerBytes(meter)
-    layer = _last_layer(stage) if layer is None else layer
+    last, ahead = _LayerBytes(meter), _LayerBytes(meter)
     of_prediction = stage.language_model.mtp.layers if stage.depths else ()
 
-    with meter, watched(layer, last.note), watched(_half(stage), half.note), watched(of_prediction, ahead.note):
+    with meter, watched(_last_layer(stage), last.note), watched(of_prediction, ahead.note):
         _, output, context = forward(stage, chunk, recompute=recompute)
         activations = meter.live_bytes
         backward(stage, output, context, keep_weights)
         weights = meter.live_bytes
         layers, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
     of_last = activations - last.begin_bytes, last.peak_bytes - last.begin_bytes
-    sizes = activations, *of_last, weights, layers, half.kept_bytes, ahead.kept_bytes
+    sizes = activations, *of_last, weights, layers, ahead.kept_bytes
     return Held(*(size / chunk.num_tokens for size in sizes))
 
 
@@ -308,8 +254,7 @@ class _LayerBytes:
 
     Attributes:
         kept_bytes: more live behind its forward than ahead of it.
-        runs: number of its modules whose backward runs; two halves overlap, since the input of the second one is the output of
-            the first, so both have one gradient.
+        runs: number of its modules whose backward runs.
         begin_bytes: bytes live when the gradient of the layer's output has been computed.
         peak_bytes: peak from then until the gradient of the layer's input has been computed.
     """
@@ -350,12 +295,10 @@ class _Slices(NamedTuple):
     ahead: float | None
 
 
-def _of_slices(
-    stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2, layer: Sequence[torch.nn.Module] | None = None
-) -> _Slices:
+def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> _Slices:
     """Run two slices of a sequence of `num_slices`, and measure the second's backward, which makes keys' and values' gradient.
 
-    `keep_weights` splits weight gradients off. The backward of `layer` is watched, by default the last that caches.
+    `keep_weights` splits weight gradients off. The backward of the last layer that caches is watched.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, kv_cache, left_bytes = segment.end, stage.kv_cache, [0]
@@ -380,7 +323,7 @@ def _of_slices(
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
     last = _LayerBytes(meter)
-    with meter, watched(_last_layer(stage, that_caches=True) if layer is None else layer, note):
+    with meter, watched(_last_layer(stage, that_caches=True), note):
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))

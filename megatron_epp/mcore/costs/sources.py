@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_epp.cost.blocks import ATTENTION, HEAD, INPUT, LAYER, PREDICTION, StageCosts
+from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, PREDICTION, StageCosts
 from megatron_epp.cost.casts import casts_of
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
@@ -83,7 +83,7 @@ def pipeline_costs(
         split = tuple(_with_heads(stage, sizes, **_sums(args, sizes, stage)) for stage in source.stages)
         return replace(source, stages=split, fragmentation_share=share)
     note("counting layers")
-    layers = by_stage({number: stage.num_halves / 2 for number, stage in stages.items()}, links)
+    layers = by_stage({number: stage.num_layers for number, stage in stages.items()}, links)
     trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
     _tell_frozen(args, trained)
     shares = vocabulary_shares(args)
@@ -133,7 +133,7 @@ def _with_heads(costs: StageCosts, sizes: AttentionSizes, **changes: Any) -> Sta
     """Set this rank's numbers of heads in attention, which determine how much of a prefix's gradient is computed at once."""
     changes |= {"heads": sizes.kv_heads_on_rank, "queries_per_key": sizes.queries_per_key}
     changes |= {"expanded_heads": sizes.expanded_heads, "expanded_bytes_per_token": sizes.expanded_bytes_per_token}
-    return costs.changed(LAYER, ATTENTION, PREDICTION, kv=replace(costs.kv, **changes))
+    return costs.changed(LAYER, PREDICTION, kv=replace(costs.kv, **changes))
 
 
 def _with_workspace(costs: StageCosts, num_bytes: int) -> StageCosts:

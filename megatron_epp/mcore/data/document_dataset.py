@@ -1,28 +1,177 @@
-"""Datasets in which a document is one sequence, or several, over Megatron's ``.bin``/``.idx`` files."""
+"""Megatron's ``.bin``/``.idx`` pairs, opened and checked, and datasets in which a document is one sequence, or several."""
 
 from __future__ import annotations
 
 import logging
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.utils import log_single_rank
 
+from megatron_epp.data import indexed_documents
 from megatron_epp.data.batch import SequenceDataset
-from megatron_epp.data.indexed_documents import MASK_SUFFIX, sequences_of
+from megatron_epp.data.indexed_documents import MASK_SUFFIX, REMAKE, document_tokens
 from megatron_epp.data.sampler import epoch_start
-from megatron_epp.data.token_record import check_ids
-from megatron_epp.data.trained_tokens import TrainedLabels, trained_labels
-from megatron_epp.mcore.data.document_file import DocumentFile
+from megatron_epp.data.token_record import SUFFIX, Tokenizer, check_ids, check_tokenizer, load_record
 from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
 
-_MANY = 0.1
-"""Share of documents that are split above which a warning says so: it is then rarely meant."""
+_SAMPLED_DOCUMENTS, _SAMPLED_TOKENS = 16, 4096
+"""Number of documents, evenly spaced, that are sampled in a file without a record or in a mask, and number of tokens of each.
+
+Every token and every value of a mask is checked again when it is used; the sample finds most mistakes earlier.
+"""
+
+
+class DocumentFile:
+    """One ``.bin``/``.idx`` pair, opened and checked once, from which several splits are taken. No token is read.
+
+    With `mmap`, the ``.bin`` file and the mask are mapped instead of read (``--no-mmap-bin-files`` turns it off). `num_tokens`
+    of each document, int32 or int64, are summed over its sentences; `mask` is None without a file. Raises `EppError` if a file
+    is missing, empty, truncated, not an index, or does not match the others.
+    """
+
+    def __init__(self, prefix: str, mmap: bool = True) -> None:
+        self.prefix = prefix
+        check_pair(prefix)
+        item_bytes = _item_bytes(f"{prefix}.idx")
+        num_bytes = os.path.getsize(f"{prefix}.bin")
+        if num_bytes == 0:
+            raise EppError(f"{prefix}.bin is empty; {REMAKE}")
+        try:
+            self.data = IndexedDataset(prefix, multimodal=False, mmap=mmap)
+        except (AssertionError, ValueError) as error:
+            document_tokens(f"{prefix}.idx")  # names the sequence or document that is wrong
+            raise EppError(f"{prefix}.idx contradicts itself ({str(error) or 'document boundaries'}); {REMAKE}") from error
+        self.num_tokens: np.ndarray = _document_tokens(prefix, self.data, item_bytes, num_bytes)
+        self._item_bytes = item_bytes
+        self.mask = indexed_documents.open_mask(prefix, self.total_tokens, mmap)
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum(dtype=np.int64))
+
+    def first_token(self, document: int) -> int:
+        """Return the position in the file of the first token of a document, which must have tokens."""
+        sentence = self.data.document_indices[document]
+        return int(self.data.index.sequence_pointers[sentence]) // self._item_bytes
+
+    def sampled_documents(self) -> list[int]:
+        """Return the indices of `_SAMPLED_DOCUMENTS` documents with tokens, evenly spaced, or of fewer."""
+        sampled = np.unique(np.linspace(0, len(self) - 1, _SAMPLED_DOCUMENTS, dtype=np.int64))
+        return sampled[self.num_tokens[sampled] > 0].tolist()
+
+
+def check_pair(prefix: str) -> None:
+    """Raise `EppError` unless both files of a prefix exist and are not in object storage."""
+    if is_object_storage_path(prefix):
+        raise EppError(f"{prefix} is in object storage, which is not supported; copy the .bin and .idx files to a file system")
+    for path in (f"{prefix}.idx", f"{prefix}.bin"):
+        if not os.path.isfile(path):
+            raise EppError(
+                f"there is no file {path}; --data-path takes prefixes of .bin/.idx pairs without the suffix, or weight and"
+                " prefix in turn"
+            )
+
+
+def check_mask_size(prefix: str) -> None:
+    """Raise `EppError` if a prefix has a mask of another number of tokens than its ``.bin`` file. No token is read."""
+    if os.path.exists(prefix + MASK_SUFFIX):
+        indexed_documents.open_mask(prefix, os.path.getsize(f"{prefix}.bin") // _item_bytes(f"{prefix}.idx"))
+
+
+def refuse_mask(prefix: str) -> None:
+    """Raise `EppError` if a prefix has a mask, which samples of a stream do not use, as in Megatron."""
+    if os.path.exists(prefix + MASK_SUFFIX):
+        raise EppError(
+            f"{prefix}{MASK_SUFFIX} is not used by --epp-documents stream, whose samples are Megatron's own: use"
+            " --epp-documents split, or remove the mask to train on all tokens"
+        )
+
+
+def _item_bytes(path: str) -> int:
+    code = indexed_documents.read_header(path).type_code
+    if code not in {kind.value for kind in DType}:
+        raise EppError(f"{path} has token type {code}, which this Megatron cannot read; {REMAKE}")
+    if not np.issubdtype(DType.dtype_from_code(code), np.integer):
+        raise EppError(f"{path} has token type {code}, whose tokens are no integers; {REMAKE}")
+    return DType.size(code)
+
+
+def _document_tokens(prefix: str, data: IndexedDataset, item_bytes: int, num_bytes: int) -> np.ndarray:
+    """Return the tokens of each document, after a check that every document is contiguous in the ``.bin`` file."""
+    boundaries = data.document_indices
+    ends = indexed_documents.sequence_ends(f"{prefix}.idx", data.sequence_lengths, boundaries)
+    if len(wrong := np.flatnonzero(data.index.sequence_pointers != ends[:-1] * item_bytes)):
+        begins, first = data.index.sequence_pointers[wrong[0]], wrong[0]
+        raise EppError(
+            f"{prefix}.idx has sequences that do not follow one another in the .bin file: sequence {first} begins at byte "
+            f"{begins}, and those before it end at {ends[first] * item_bytes}; {REMAKE}"
+        )
+    if num_bytes != ends[-1] * item_bytes:
+        raise EppError(
+            f"{prefix}.bin has {num_bytes} bytes but {prefix}.idx describes {ends[-1] * item_bytes}: they are not a pair or the"
+            f" .bin is incomplete; {REMAKE}"
+        )
+    # A view of the file where every document is one sequence: ranks of a node share its pages.
+    return data.sequence_lengths if (np.diff(boundaries) == 1).all() else np.diff(ends[boundaries])
+
+
+def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False) -> None:
+    """Compare a file's token record with the run's tokenizer, or without a record, a sample of tokens with the vocabulary.
+
+    Raises `EppError` if the tokens were made with another tokenizer (see `check_tokenizer`), or are not in the vocabulary.
+    """
+    record = load_record(file.prefix)
+    if record is not None and (record.num_documents, record.num_tokens) != (len(file), file.total_tokens):
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            f"{file.prefix}{SUFFIX} is of {record.num_documents:,} documents with {record.num_tokens:,} tokens, and the pair"
+            f" has {len(file):,} with {file.total_tokens:,}: it is of another pair, and is not gone by",
+        )
+        record = None
+    if record is not None:
+        check_tokenizer(file.prefix, record, run, masks_eod=masks_eod)
+        return
+    log_single_rank(
+        logger,
+        logging.INFO,
+        f"{file.prefix} has no record of its tokenizer ({SUFFIX}, as `megatron-epp prepare` writes it): its tokens are taken to"
+        f" be made with this run's, {run}",
+    )
+    for document in file.sampled_documents():
+        length = min(_SAMPLED_TOKENS, int(file.num_tokens[document]))
+        first = int(file.data.document_indices[document])
+        ids = file.data.get(first, offset=0, length=length)
+        check_ids(file.prefix, ids, run.vocab_size, file.first_token(document))
+
+
+def check_mask(file: DocumentFile) -> None:
+    """Log that a file has a mask, and check a sample of it. Raises `EppError` for values other than 0 and 1."""
+    if file.mask is None:
+        return
+    log_single_rank(
+        logger,
+        logging.INFO,
+        f"{file.prefix}{MASK_SUFFIX}: only tokens that this mask marks with 1 count in the loss, as labels",
+    )
+    for document in file.sampled_documents():
+        first = file.first_token(document)
+        file.mask.read(first, first + min(_SAMPLED_TOKENS, int(file.num_tokens[document])))
+
+
+_MANY = 0.1  # share of documents that are split above which a warning says so: it is then rarely meant
 
 
 class DocumentDataset:
@@ -51,7 +200,7 @@ class DocumentDataset:
         self.file = DocumentFile(file) if isinstance(file, str) else file
         self._first, self._vocab_size = first, vocab_size
         self._num_tokens = num_tokens = self.file.num_tokens[first:last]
-        self._sequences = sequences_of(num_tokens, context_limit, long_documents)
+        self._sequences = indexed_documents.sequences_of(num_tokens, context_limit, long_documents)
         self.lengths = self._sequences.lengths
         documents = self._sequences.documents
         self.num_skipped = 0 if documents is None else len(num_tokens) - len(documents)
@@ -96,10 +245,10 @@ class DocumentDataset:
         """True if a token of some sequence is trained; the mask is read up to the first one."""
         return self.file.mask is None or any(labels.total > labels.cut for labels in self._labels())
 
-    def trained_labels(self) -> TrainedLabels:
+    def trained_labels(self) -> indexed_documents.TrainedLabels:
         """Count the trained labels of a file with a mask, of all its documents and beyond what truncation leaves of them."""
         totals, cuts = zip(*self._labels(), strict=True)
-        return TrainedLabels(sum(totals), sum(cuts))
+        return indexed_documents.TrainedLabels(sum(totals), sum(cuts))
 
     def untrained(self) -> str:
         mask, total = f"{self.file.prefix}{MASK_SUFFIX}", self.trained_labels().total
@@ -115,11 +264,11 @@ class DocumentDataset:
             "use --epp-documents split"
         )
 
-    def _labels(self) -> Iterator[TrainedLabels]:
+    def _labels(self) -> Iterator[indexed_documents.TrainedLabels]:
         assert self.file.mask is not None
         before = int(self.file.num_tokens[: self._first].sum(dtype=np.int64))
         limit = self._sequences.limit if self.num_left_out else None
-        return trained_labels(self.file.mask.read, before, self._num_tokens, limit)
+        return indexed_documents.trained_labels(self.file.mask.read, before, self._num_tokens, limit)
 
     def _tell(self, name: str, long_documents: str, num_tokens: np.ndarray) -> None:
         """Log the numbers of documents and sequences; warn of tokens left out by truncation, and of many split documents."""

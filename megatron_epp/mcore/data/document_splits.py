@@ -8,16 +8,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 import numpy as np
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
+from megatron.core.datasets import blended_megatron_dataset_config as config
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.indexed_documents import MASK_SUFFIX
 from megatron_epp.data.token_record import Tokenizer
-from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset, weighted
-from megatron_epp.mcore.data.document_file import DocumentFile, check_mask, check_mask_size, check_pair, check_tokens
+from megatron_epp.mcore.data import document_dataset
+from megatron_epp.mcore.data.document_dataset import DocumentDataset, DocumentFile, check_tokens
 from megatron_epp.mcore.data.documents import SPLITS, Shuffled, blends, check_record, no_documents, prefixes_of, wanted_splits
 from megatron_epp.plan.errors import EppError
 
@@ -48,8 +45,8 @@ def build(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, tra
 def check_files(args: Namespace) -> None:
     """Check that files are there, masks have their size, and masks of training leave a token to train."""
     for prefix in prefixes_of(args):
-        check_pair(prefix)
-        check_mask_size(prefix)
+        document_dataset.check_pair(prefix)
+        document_dataset.check_mask_size(prefix)
         check_record(args, prefix)
     blend, blend_per_split = blends(args)
     train = None if args.skip_train or not args.seq_length else blend or (blend_per_split or (None,))[0]
@@ -76,7 +73,7 @@ def _open_part(
     if prefix not in files:
         files[prefix] = DocumentFile(prefix, args.mmap_bin_files)
         check_tokens(files[prefix], tokenizer, masks_eod=args.eod_mask_loss)
-        check_mask(files[prefix])
+        document_dataset.check_mask(files[prefix])
     file = files[prefix]
     # Rounded as Megatron rounds, so that splits join up without gap or overlap.
     first, last = (round(edge * len(file)) for edge in share)
@@ -95,12 +92,12 @@ def _build_split(
     if len(sources) < 2:
         return (sources[0], True) if sources else None
     if weights is None:
-        return DocumentBlend(sources), True
+        return document_dataset.DocumentBlend(sources), True
     own_weights = [weight for source, weight in zip(parts, weights, strict=True) if source is not None]
-    draws = weighted(sources, own_weights, num_samples, seed)
+    draws = document_dataset.weighted(sources, own_weights, num_samples, seed)
     while draws.lengths.sum(dtype=np.int64) < num_tokens:
         num_samples = 2 * max(1, num_samples)
-        draws = weighted(sources, own_weights, num_samples, seed)
+        draws = document_dataset.weighted(sources, own_weights, num_samples, seed)
     return draws, False
 
 
@@ -110,9 +107,9 @@ def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
         raise EppError("--split is missing; pass for instance --split 99,1,0 (train, validation, test)")
     try:
         with np.errstate(invalid="ignore"):
-            vector = parse_and_normalize_split(split)
+            vector = config.parse_and_normalize_split(split)
     except (AssertionError, ValueError) as error:
         raise EppError(f"--split {split} is not up to three shares like 99,1,0") from error
     if not np.isfinite(vector).all():
         raise EppError(f"--split {split} gives no split a share; pass for instance --split 99,1,0")
-    return convert_split_vector_to_split_matrix(vector)
+    return config.convert_split_vector_to_split_matrix(vector)

@@ -117,7 +117,6 @@ def no_documents(args: Namespace, name: str, *, of_split: bool) -> EppError:
 
 
 def prefixes_of(args: Namespace) -> list[str]:
-    """Return the prefixes of all data paths."""
     blend, blend_per_split = blends(args)
     return [prefix for own in (blend, *(blend_per_split or ())) if own for prefix in own[0]]
 
@@ -158,7 +157,6 @@ def check_order(then: Namespace, now: Namespace) -> None:
 
 
 def blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Return one blend for all splits, or one for each, depending on which of Megatron's data path flags are given."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     try:

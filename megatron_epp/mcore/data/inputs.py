@@ -194,8 +194,7 @@ def messages_of(record: object, key: str, origin: str) -> list[Message]:
     return messages
 
 
-_SHAREGPT = "conversations"
-"""Key of the messages of a line in ShareGPT's format."""
+_SHAREGPT = "conversations"  # key of the messages of a line in ShareGPT's format
 _ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
 """Roles of messages by the names in ShareGPT's format, where a message has `from` and `value`."""
 

@@ -41,8 +41,6 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Result of `prepare`."""
-
     prefix: str  # path of the pair, without suffix
     lengths: np.ndarray  # int64, tokens of each document, including its end-of-document token
     num_empty: int  # number of documents left out because they have no tokens
@@ -241,7 +239,6 @@ class _Writer:
     max_token: int = 0
 
     def add(self, origin: str, tokens: Tokens) -> None:
-        """Write a document. Raises `EppError` if a token is not in the vocabulary."""
         self.max_token = max(self.max_token, int(tokens.ids.max()))
         if self.max_token >= self.tokenizer.vocab_size:
             raise EppError(

@@ -6,9 +6,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_epp.data.indexed_documents import any_trained
 from megatron_epp.data.samples import columns_of, read_samples
 from megatron_epp.data.token_record import Tokenizer
-from megatron_epp.data.trained_tokens import any_trained
 from megatron_epp.losses import NextToken, load_loss
 from megatron_epp.mcore.data.documents import Shuffled
 from megatron_epp.mcore.model.replayed_routes import routing_by_flags

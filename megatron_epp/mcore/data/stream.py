@@ -14,11 +14,10 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_epp.data.token_record import Tokenizer, check_ids
-from megatron_epp.mcore.data.document_file import DocumentFile, check_mask_size, check_pair, check_tokens, refuse_mask
+from megatron_epp.mcore.data.document_dataset import DocumentFile, check_mask_size, check_pair, check_tokens, refuse_mask
 from megatron_epp.mcore.data.documents import SPLITS, Shuffled, check_record, no_documents, prefixes_of, wanted_splits
 
-_KEPT = 256
-"""Samples of a dataset that are kept after they are read: chunks and replicas read a sample in several parts."""
+_KEPT = 256  # samples of a dataset that are kept after they are read: chunks and replicas read a sample in several parts
 
 
 class StreamDataset:

@@ -177,9 +177,10 @@ class Run:
         """Return what counts the tensors that autograd saves in an iteration, a feature's if one does more with them; None if
         none does and the run does not count them.
         """
-        for feature in self.features if plan is not None else ():
-            if (saved := feature.counting(plan, parameters, others)) is not None:
-                return saved
+        if plan is not None:
+            for feature in self.features:
+                if (saved := feature.counting(plan, parameters, others)) is not None:
+                    return saved
         return SavedTensors(parameters, others) if counts else None
 
     @property

@@ -19,12 +19,13 @@ from megatron.core.utils import unwrap_model
 
 from megatron_epp.features import Asked, targets
 from megatron_epp.mcore.arguments import ArgumentError
+from megatron_epp.mcore.arguments.checks import pattern_problem
 from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
-from megatron_epp.mcore.arguments.refusals import pattern_problem, refuse
+from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.features import bound
-from megatron_epp.mcore.model import half_layers, model_chunks
+from megatron_epp.mcore.model import model_chunks
 from megatron_epp.mcore.model.core_attention import RelayAttention, relay_of
 from megatron_epp.mcore.model.kinds import adopt_layers, mixes_tokens
 from megatron_epp.mcore.model.language_model import language_model_of
@@ -57,10 +58,6 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     # Its fused rotation reads angles by a token's place in the batch, not by its position in the sequence.
     if getattr(call.arguments["config"], "multi_latent_attention", False):
         call.arguments["config"].apply_rope_fusion = False
-    layers = model_chunks.cut_layers(args, vp_stage)
-    if layers is not None:
-        spec, config = call.arguments["transformer_layer_spec"], call.arguments["config"]
-        call.arguments["transformer_layer_spec"] = half_layers.cut_spec(spec, config, vp_stage, layers)
     if args.epp_placement == "v":
         call.arguments |= model_chunks.ends(args, vp_stage)
         if "transformer_layer_spec" not in call.arguments:
@@ -69,7 +66,6 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
             call.arguments[stack] = model_chunks.placed_stack(call.arguments[stack], call.arguments[name], placement, vp_stage)
             call.arguments[name] = model_chunks.placed_pattern(call.arguments[name], placement)
     original(*call.args, **call.kwargs)
-    model.cut_layers = layers
     # All of it before data parallelism wraps the chunk, which makes buffers and hooks for the parameters that it finds.
     number_attentions(model)
     adopt_layers(model, args)

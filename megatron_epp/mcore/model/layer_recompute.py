@@ -31,14 +31,15 @@ from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJE
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded, ReceiveLeaf
 
 
-def recompute_by_mode(layers: Iterable[torch.nn.Module], numbers: Iterable[int]) -> None:
-    """Make a stage's layers, if they do not yet, recompute by their numbers in `Recompute.mode` of the chunk that they run.
+def recompute_by_mode(layers: Iterable[torch.nn.Module]) -> None:
+    """Make a stage's layers, if they do not yet, recompute by `Recompute.mode` of the chunk that they run.
+
     Raises `EppError` if a mode runs the projections of attention again, but not the rest of the layer.
     """
     for mode in MODES.values():
         if PROJECTIONS in mode.runs_again and not {NORMS, MLP} <= mode.runs_again:
             raise EppError(f"recompute mode {mode.name}: layers cannot run only {', '.join(sorted(mode.runs_again))} again")
-    for number, layer in zip(numbers, layers, strict=True):
+    for number, layer in enumerate(layers):
         if not getattr(layer, "recomputes_by_mode", False):
             _Layer(number, layer)
 

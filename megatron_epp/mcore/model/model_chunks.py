@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import mpu
@@ -34,7 +33,7 @@ from megatron_epp.mcore.arguments.layout import (
 )
 from megatron_epp.plan.attributes import having
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.layout import Layout, StageLayers
+from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 
 _unsettled: list[weakref.ref[Any]] = []
@@ -44,13 +43,12 @@ _unsettled: list[weakref.ref[Any]] = []
 class PlacedLayout(PipelineParallelLayerLayout):
     """Layout of the layers of every chunk of every rank under a placement.
 
-    `stages` has the names of every stage's layers: ``embedding``, ``decoder``, ``mtp``, ``loss``. If layers are cut, both of
-    their stages name them, and `firsts` has the number of every stage's first layer, from 0.
+    `stages` has the names of every stage's layers: ``embedding``, ``decoder``, ``mtp``, ``loss``.
     """
 
-    def __init__(self, stages: list[list[str]], placement: Placement, firsts: Sequence[int] | None = None) -> None:
+    def __init__(self, stages: list[list[str]], placement: Placement) -> None:
         super().__init__(stages, placement.num_ranks)
-        self._placement, self._firsts = placement, firsts
+        self._placement = placement
         self._stages = [[LayerType[name] for name in names] for names in stages]
         self.layout = [[self._stages[stage] for stage in placement.stages(rank)] for rank in range(placement.num_ranks)]
 
@@ -59,10 +57,8 @@ class PlacedLayout(PipelineParallelLayerLayout):
     ) -> int:
         """Return the number of layers of a type on all stages before a chunk's; None means chunk 0, and this rank."""
         rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
-        stage = self._placement.stages(rank)[vp_stage or 0]
-        if layer_type == LayerType.decoder and self._firsts is not None:
-            return self._firsts[stage]
-        return sum(names.count(layer_type) for names in self._stages[:stage])
+        before = self._stages[: self._placement.stages(rank)[vp_stage or 0]]
+        return sum(names.count(layer_type) for names in before)
 
 
 def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
@@ -70,7 +66,7 @@ def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
     if (layout := asked_layout(args)) is not None:
         return layout
     placement = placement_of(args)
-    return Layout.of_layers(layers_of_stages(transformer, placement.num_ranks, placement.num_chunks), placement)
+    return Layout(tuple(layers_of_stages(transformer, placement.num_ranks, placement.num_chunks)), placement)
 
 
 def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
@@ -113,7 +109,7 @@ def check_stage(transformer: Any, args: argparse.Namespace, vp_stage: int | None
     if layout is None or layout.placement.num_stages == 1:
         return
     stage = layout.placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
-    planned = [*layout.stages()][stage].num_modules
+    planned = layout.layers[stage]
     configured = get_num_layers_to_build(transformer, vp_stage, mpu.get_pipeline_model_parallel_rank())
     if configured != planned:
         raise EppError(
@@ -123,11 +119,10 @@ def check_stage(transformer: Any, args: argparse.Namespace, vp_stage: int | None
 
 
 def _place(transformer: Any, layout: Layout) -> None:
-    layers = [*layout.stages()]
-    stages = [["decoder"] * stage.num_modules for stage in layers]
+    stages = [["decoder"] * count for count in layout.layers]
     stages[0].insert(0, "embedding")
     stages[-1] += [*["mtp"] * (getattr(transformer, "mtp_num_layers", None) or 0), "loss"]
-    transformer.pipeline_model_parallel_layout = PlacedLayout(stages, layout.placement, [stage.first for stage in layers])
+    transformer.pipeline_model_parallel_layout = PlacedLayout(stages, layout.placement)
     # The layout says it all, and Megatron lets it stand alone only.
     transformer.num_layers_in_first_pipeline_stage = transformer.num_layers_in_last_pipeline_stage = None
     transformer.account_for_embedding_in_pipeline_split = transformer.account_for_loss_in_pipeline_split = False
@@ -141,16 +136,6 @@ def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[
         return [layout.layout[rank][chunk].count(LayerType.decoder) for rank, chunk in chunks_of_ranks]
     chunks = (lambda chunk: chunk) if num_chunks > 1 else (lambda _: None)
     return [get_num_layers_to_build(transformer, chunks(chunk), rank) for rank, chunk in chunks_of_ranks]
-
-
-def cut_layers(args: argparse.Namespace, vp_stage: int | None) -> StageLayers | None:
-    """Return the layers of a chunk of this rank if `--epp-layout` cuts one of them; None for whole layers."""
-    layout = asked_layout(args)
-    if layout is None:
-        return None
-    stage = layout.placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
-    layers = [*layout.stages()][stage]
-    return layers if layers.begins_with_mlp or layers.ends_with_attention else None
 
 
 def ends(args: argparse.Namespace, vp_stage: int | None) -> dict[str, bool]:

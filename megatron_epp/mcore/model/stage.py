@@ -19,14 +19,12 @@ from megatron_epp.mcore.arguments.fp8 import recipe, row_multiple
 from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
-from megatron_epp.mcore.model.half_layers import numbers
 from megatron_epp.mcore.model.language_model import axes_of, inside_of, language_model_of, own_positions
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
 from megatron_epp.mcore.model.replaced import mark, marked, problems
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.plan import EppError
-from megatron_epp.plan.layout import StageLayers
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.context import ChunkContext
 
@@ -152,7 +150,6 @@ class MegatronStage:
         self._inputs: Callable[[int], ChunkInputs] | None = None
         self.before_last_gradient: Callable[[], None] = lambda: None
         self.reduce_gradients: Callable[[], None] = lambda: None
-        self.cut_layers: StageLayers | None = getattr(self.language_model, "cut_layers", None)
         self.routed_layers: tuple[int, ...] = ()
         self._routed_chunk: Callable[..., AbstractContextManager[None]] = _plain_chunk
         if getattr(config, "num_moe_experts", None) is not None:
@@ -160,7 +157,7 @@ class MegatronStage:
             self._routed_chunk = resolve_name(f"{_ROUTERS}:chunk_of")
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
-        recompute_by_mode(layers, range(len(layers)) if self.cut_layers is None else numbers(self.cut_layers))
+        recompute_by_mode(layers)
         begin_graphs(model)
         self._in_fp8 = bool(recipe(config))
         add_to_gradients(model, self._in_fp8)
@@ -207,14 +204,8 @@ class MegatronStage:
 
     @property
     def num_layers(self) -> int:
-        """Number of its transformer layers; two halves of different layers count as one (`cost.blocks.StageCosts`)."""
-        return self.num_halves // 2
-
-    @property
-    def num_halves(self) -> int:
-        """Number of half layers of this stage."""
-        cut = self.cut_layers
-        return 2 * len(self.decoder.layers) - (0 if cut is None else cut.begins_with_mlp + cut.ends_with_attention)
+        """Number of its transformer layers."""
+        return len(self.decoder.layers)
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:

@@ -60,7 +60,6 @@ def patches() -> tuple[Patch, ...]:
 
 @functools.cache
 def _missing() -> frozenset[str]:
-    """Return the modules in `_KERNELS` that are not installed."""
     return frozenset(module for _, module, _, _ in _KERNELS if importlib.util.find_spec(module) is None)
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from megatron_epp.launch.lifetime import run_until_parent_ends
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 
-_HELPERS = "megatron.core.datasets.helpers_cpp"
-"""Megatron's compiled dataset helpers."""
+_HELPERS = "megatron.core.datasets.helpers_cpp"  # Megatron's compiled dataset helpers
 
 
 @functools.cache

@@ -125,12 +125,10 @@ of 0.19.0, the end of its branch and main of August 2026. `scripts/fingerprint_s
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
-_SILENT = ("ctx", "kind", "type_comment")
-"""Fields of syntax nodes that follow from the others or have no effect."""
+_SILENT = ("ctx", "kind", "type_comment")  # fields of syntax nodes that follow from the others or have no effect
 
 
 def digest(text: str) -> str:
-    """Return twelve hex digits of the sha256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -79,8 +79,7 @@ _flags: argparse.Namespace | None = None
 """The run's flags before Megatron validated them, by which a chosen layout is validated again."""
 
 
-_provider: Callable[..., Any] | None = None
-"""The script's function that builds models, where `pretrain` takes one."""
+_provider: Callable[..., Any] | None = None  # the script's function that builds models, where `pretrain` takes one
 
 
 def _settle_choices(args: argparse.Namespace) -> None:

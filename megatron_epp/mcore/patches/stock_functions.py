@@ -33,8 +33,7 @@ _REPLACED = {
 """Descriptions of the parts that are replaced, by the names of their functions in Megatron's scripts."""
 _TRUSTED = ("torch", "megatron.core", "megatron.training", "megatron.post_training")
 """Packages whose functions and classes are installed, like those of Python's own library."""
-_PLAIN = (bool, int, float, str, NoneType, BuiltinFunctionType, ModuleType)
-"""Types of values that need no check by themselves."""
+_PLAIN = (bool, int, float, str, NoneType, BuiltinFunctionType, ModuleType)  # types of values that need no check by themselves
 _REFUSED = ("process_non_loss_data_func", "p2p_communicator")
 """Arguments that `pretrain` passes to schedules and that ours does not support."""
 _passed: list[object] = []

@@ -24,7 +24,6 @@ from megatron_epp.mcore.arguments.layout import (
     LAYOUT_FLAG,
     SEARCHED,
     asked_layout,
-    half_problems,
     placement_of,
     settle_layout,
     token_multiple,
@@ -101,7 +100,7 @@ _OF_STAGES = ("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "align
 
 def _validated(flags: argparse.Namespace, layout: Layout) -> argparse.Namespace:
     """Return a run's flags with a layout, as Megatron validates them. Raises `ArgumentError` if they do not go together."""
-    own = {"epp_layout": layers_text(layout.halves).replace(" ", ""), "epp_placement": layout.placement.kind}
+    own = {"epp_layout": layers_text(layout.layers).replace(" ", ""), "epp_placement": layout.placement.kind}
     megatrons = {"pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None}
     trial = argparse.Namespace(**vars(flags) | own | megatrons)
     refuse(trial, Door.DOCUMENTS)
@@ -170,7 +169,7 @@ def given_layout(args: argparse.Namespace) -> Layout:
 
 
 def _even(args: argparse.Namespace, placement: Placement) -> Layout:
-    return Layout.of_layers(even_layers(args.num_layers, placement.num_stages), placement)
+    return Layout(even_layers(args.num_layers, placement.num_stages), placement)
 
 
 def _open_placements(args: argparse.Namespace) -> Iterator[Placement]:
@@ -201,7 +200,6 @@ def question(args: argparse.Namespace, first: Layout, batches: tuple[tuple[int, 
         cap_bytes=wanted_cap_bytes(args),
         token_multiple=token_multiple(args),
         options=options_from(args, training=True, offload=offloads(args), split_weight=splits),
-        halves=not any(half_problems(args, first, LAYOUT_FLAG)),
         vocabulary=args.epp_vocab_parallel,
         opens_weights=args.epp_split_weight_gradient == AUTO,
     )
@@ -252,8 +250,8 @@ def _kept(args: argparse.Namespace, flags: argparse.Namespace, chosen_with: dict
     try:
         layout = Layout.from_json(read_text(path))
         layout.check(args.num_layers, first.placement.num_ranks)
-        if not searches and layout.halves != first.halves:
-            raise EppError(f"it has stages of {layers_text(layout.halves)} layers")
+        if not searches and layout.layers != first.layers:
+            raise EppError(f"it has stages of {layers_text(layout.layers)} layers")
         if layout.placement not in (first.placement, *_open_placements(args)):
             raise EppError(f"it has {layout.placement.num_chunks} stages per rank, {layout.placement.kind}")
         if searches and layout != first and (problem := _obstacle(flags, layout)):

@@ -28,7 +28,7 @@ def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:
 
 
 def _against(first: Plan, plan: Plan, replica: int) -> Iterator[Violation]:
-    for name in ("num_layers", "half_layers", "placement", "forward_only"):
+    for name in ("num_layers", "placement", "forward_only"):
         expected, own = getattr(first, name), getattr(plan, name)
         if own != expected:
             yield fault(f"replica {replica} has {name} {own}, replica 0 has {expected}")

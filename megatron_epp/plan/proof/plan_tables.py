@@ -118,7 +118,6 @@ def _shapes(plan: Plan) -> Iterator[str]:
     stages, chunks, ranks = plan.num_stages, len(plan.chunks), plan.num_ranks
     for name, row, size, unit in (
         ("num_layers", plan.num_layers, stages, "stages"),
-        ("half_layers", plan.half_layers or (0,) * stages, stages, "stages"),
         ("static_bytes", plan.static_bytes, ranks, "ranks"),
         ("cap_bytes", plan.cap_bytes, ranks, "ranks"),
         ("predicted.peak_bytes", plan.predicted.peak_bytes, ranks, "ranks"),
@@ -152,7 +151,6 @@ def _sizes(plan: Plan) -> Iterator[str]:
             yield f"{name} is empty: a plan needs at least one {what}"
     for name, row, unit in (
         ("num_layers", plan.num_layers, "stage"),
-        ("half_layers", plan.half_layers, "stage"),
         ("static_bytes", plan.static_bytes, "rank"),
         ("cap_bytes", plan.cap_bytes, "rank"),
         ("host_cap_bytes", plan.host_cap_bytes, "rank"),

@@ -161,8 +161,7 @@ class _Stage:
         sizes = {key[:2]: BackwardBytes(*(items[:, c] for items in self.backward[*key[:2], split])) for key in self.backward}
         layers = [(recompute.mode(number), kind) for number, kind in enumerate(self.kinds)][::-1]
         groups = [LayerGroup(len([*same]), *sizes[key][-3:]) for key, same in groupby(layers)]
-        whole, keeps_mlp = sizes["", None], self.num_layers > 1 and not layers[0][0]
-        most: Numbers = max(moments(whole._replace(first_mlp=whole.first_mlp * keeps_mlp), groups), key=np.sum)
+        most: Numbers = max(moments(sizes["", None], groups), key=np.sum)
         items = dict(zip(item.DYNAMIC, most.tolist(), strict=True))
         if left.total() > most.sum() and num_bytes > most.sum() + self.num_layers + 1:
             items = dict(left)

@@ -24,14 +24,14 @@ from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, pa
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.fit import peaks_bytes
 from megatron_epp.planner.fitted import fitted
-from megatron_epp.tools.layouts.rank_work import HALF, WHOLE, CostsOf, LayerWork, moved
+from megatron_epp.tools.layouts.rank_work import CostsOf, LayerWork, moved
 from megatron_epp.tools.report.text import format_us, table
 
 CAUSES = (
     "layers and virtual stages, by Megatron's flags",
     "packing: rows of equal work, or of more tokens",
     "recompute and offload chosen for each row",
-    "slices, order, and half layers",
+    "slices and order",
     "vocabulary over all ranks, weight gradients apart",
 )
 """Differences of plans from 1F1B of even layers on one stage per rank, whose rows of the context are packed by first fit."""
@@ -144,25 +144,25 @@ class StockChoices:
         return None
 
     def _balanced(self) -> Iterator[Layout]:
-        """Yield layouts of whole layers that level the ranks' work, by the number of stages per rank."""
+        """Yield layouts that level the ranks' work, by the number of stages per rank."""
         ranks = self.even.placement.num_ranks
         if ranks == 1:
             return
-        work = LayerWork.of(self.problems[-1:], self.costs_of, halves=False)
+        work = LayerWork.of(self.problems[-1:], self.costs_of)
         for count in self.counts:
             if ranks * count <= self.num_layers:
-                yield work.spread(self.num_layers, Placement("looped", ranks, count), WHOLE)
+                yield work.spread(self.num_layers, Placement("looped", ranks, count))
 
     def _moved(self, start: Stock) -> Stock:
         """Move single layers away from the rank with the most work while that helps."""
         if start.layout.placement.num_ranks == 1:
             return start
-        work = LayerWork.of(self.problems[-1:], self.costs_of, halves=False)
+        work = LayerWork.of(self.problems[-1:], self.costs_of)
         best = start
         for _ in range(_MOVES):
             times_us = work.ranks_us(best.layout).max(axis=1)
-            others = moved(best.layout, int(times_us.argmax()), WHOLE, [int(times_us.argmin())])
-            layouts = sorted(others, key=lambda layout: (sorted(layout.halves, reverse=True), layout.halves))[:_TARGETS]
+            others = moved(best.layout, int(times_us.argmax()), [int(times_us.argmin())])
+            layouts = sorted(others, key=lambda layout: (sorted(layout.layers, reverse=True), layout.layers))[:_TARGETS]
             faster = fastest(best, *(self._at(layout, best.problem, best.row_tokens) for layout in layouts))
             if faster is None or faster is best:
                 break
@@ -179,7 +179,7 @@ def stock_text(stock: Stock) -> str:
     placement = stock.layout.placement
     stages = f"{placement.num_chunks} stages" if placement.num_chunks > 1 else "one stage"
     return (
-        f"{format_us(stock.step_us)}, {stages} on each rank, layers {layers_text(stock.layout.halves)}; "
+        f"{format_us(stock.step_us)}, {stages} on each rank, layers {layers_text(stock.layout.layers)}; "
         f"{len(stock.decisions.chunks)} rows of up to {stock.row_tokens:,} tokens; {stock.recompute}"
     )
 
@@ -225,15 +225,15 @@ def _times(factor: float) -> str:
     return "fits only so" if math.isinf(factor) else f"{factor:.2f}x"
 
 
-def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf, *, halves: bool) -> list[Layout]:
+def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf) -> list[Layout]:
     """Return layouts with the vocabulary on the last stage to plan in place of one that may divide it: the same layers, and
     layers levelled anew where it does, since the last stage then has more to do.
     """
     plain = replace(layout, shards_vocabulary=False)
     if plain == layout:
         return [layout]
-    work = LayerWork.of((problem,), costs_of, halves=halves)
-    return [plain, work.spread(layout.num_layers, layout.placement, HALF if halves else WHOLE)]
+    work = LayerWork.of((problem,), costs_of)
+    return [plain, work.spread(layout.num_layers, layout.placement)]
 
 
 def gain_of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> Gain:

@@ -1,30 +1,107 @@
-"""The search over configurations: rough plans of all, exact plans of the best, and Megatron's own 1F1B for comparison."""
+"""The search over configurations: candidates, rough plans of all, exact plans of the best, and Megatron's own 1F1B."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.problem import Share
 from megatron_epp.plan.units import format_gib
+from megatron_epp.tools.advice import judge
 from megatron_epp.tools.advice.causes import Gain, Steps, gain_of
-from megatron_epp.tools.advice.configurations import candidates
-from megatron_epp.tools.advice.judge import (
-    Baseline,
-    Judged,
-    Misfit,
-    choices_of,
-    exactly,
-    misfit,
-    roughly,
-    shares_by_work,
-    step_without_shards_us,
-)
+from megatron_epp.tools.advice.judge import Baseline, Judged, Misfit, misfit
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.layouts.layout_choice import choose, least_gain_of_split
+
+
+def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
+    """Return all configurations of even layers on one stage per rank, and the sizes that were refused.
+
+    Tensor- and context-parallel sizes are powers of two, tensor parallelism stays inside a node.
+    """
+    configs: list[Configuration] = []
+    refused: dict[str, str] = {}
+    for config in _grid(question):
+        if named := next(_refusals(question, config), None):
+            refused.setdefault(*named)
+        elif config.devices == question.devices:
+            spread = _with_experts(question, config)
+            known = [sizes for sizes in spread if not question.measured or sizes.sharing in question.measured]
+            if len(known) < len(spread):
+                refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
+            shards = question.vocabulary[0] and config.pipeline > 1
+            even = [replace(sizes, layers=question.even_layers(sizes), shards_vocabulary=shards) for sizes in known]
+            configs += [replace(sizes, latents=choice) for sizes in even for choice in question.open_latents]
+    return configs, [Misfit(name, why) for name, why in refused.items()]
+
+
+def _grid(question: Question) -> Iterator[Configuration]:
+    """Yield sizes whose product is the number of devices, or less where they do not divide it."""
+    for tensor in _sizes(question, "tensor", _powers(question.devices)):
+        for context in _sizes(question, "context", _powers(question.devices // tensor)):
+            rest = max(1, question.devices // (tensor * context))
+            for pipeline in _sizes(question, "pipeline", [size for size in range(1, rest + 1) if rest % size == 0]):
+                yield Configuration(tensor, context, pipeline, question.devices // (tensor * context * pipeline))
+
+
+def _refusals(question: Question, config: Configuration) -> Iterator[tuple[str, str]]:
+    node, groups = question.cluster.devices_per_node, question.flags.get("num_query_groups")
+    heads, num_layers = int(question.flags["num_attention_heads"]), int(question.flags["num_layers"])
+    tensor, batch, nets = config.tensor, len(question.lengths), question.shape(Configuration(1, 1, 1, 1)).delta
+    if tensor > node:
+        yield f"TP above {node}", f"the exchanges of every layer would leave a node of {node} devices"
+    if heads % tensor:
+        yield f"TP {tensor}", f"{tensor} ranks cannot share attention heads ({heads})"
+    if question.flags.get("group_query_attention") and groups and groups % tensor:
+        yield f"TP {tensor}", f"{tensor} ranks cannot share key and value heads ({groups})"
+    if nets is not None and nets.key_heads % config.ranks:
+        yield "TP x CP", f"{config.ranks} ranks cannot share key heads of gated delta nets ({nets.key_heads})"
+    if config.devices == question.devices and config.pipeline > num_layers:
+        yield f"PP above {num_layers}", f"there are {num_layers} layers only"
+    if config.devices == question.devices and batch % config.data:
+        yield f"DP {config.data}", f"a global batch of {batch} does not divide over {config.data} replicas"
+
+
+def _with_experts(question: Question, config: Configuration) -> list[Configuration]:
+    """Return the configuration with every expert-parallel size that shares experts among ranks of one node."""
+    experts = question.flags.get("num_experts")
+    if not experts:
+        return [config]
+    (sharing,) = _sizes(question, "expert_tensor", [1])
+    room = min(question.cluster.devices_per_node, config.tensor * config.context * config.data) // sharing
+    sizes = _sizes(question, "expert", [size for size in _powers(room) if experts % size == 0])
+    own, replicas = config.ranks, config.data
+    # Ranks of a replica share experts among themselves, or all of them share with whole other replicas.
+    shared = ((size, size * sharing) for size in sizes)
+    whole = [size for size, each in shared if own % each == 0 or (each % own == 0 and replicas % (each // own) == 0)]
+    return [replace(config, expert=size, expert_tensor=sharing) for size in whole]
+
+
+def _sizes(question: Question, name: str, usual: list[int]) -> list[int]:
+    return [question.fixed[name]] if name in question.fixed else usual
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(max(1, most).bit_length())]
+
+
+def check_devices(question: Question) -> None:
+    """Raise `EppError` if the devices are not whole nodes, or fixed sizes do not divide their number."""
+    node, devices = question.cluster.devices_per_node, question.devices
+    if devices > node and devices % node:
+        less = devices // node * node
+        raise EppError(
+            f"--devices {devices} is not a multiple of {node}, the devices of a node of {question.cluster.name}: give {less} "
+            f"or {less + node}, or a cluster file with another devices_per_node"
+        )
+    fixed = {name: size for name, size in question.fixed.items() if name in ("tensor", "context", "pipeline")}
+    if devices % (ranks := math.prod(fixed.values())):
+        sizes = " x ".join(f"--{name}-parallel {size}" for name, size in fixed.items())
+        raise EppError(f"--devices {devices} do not divide by {sizes}: a replica takes {ranks}, so give a multiple of {ranks}")
+
 
 SEARCHED = 6  # number of configurations for whose sizes a layout is searched: the ones with the best rough plans
 PLANNED = 12  # number of configurations that are evaluated exactly
@@ -92,21 +169,20 @@ class _Search:
         self._shares: dict[int, tuple[Share, ...]] = {}
 
     def look_at(self, configs: Sequence[Configuration], what: str) -> None:
-        """Evaluate configurations by rough plans."""
         for number, config in enumerate(configs):
             self.say(f"{number} of {len(configs)} {what}")
             if (refusal := misfit(self.question, config)) is not None:
                 self.refused.append(refusal)
                 continue
             if config.data not in self._shares:
-                self._shares[config.data] = shares_by_work(self.question, config)
+                self._shares[config.data] = judge.shares_by_work(self.question, config)
             shares = self._shares[config.data]
             try:
-                self.entries.append(roughly(self.question, config, shares))
+                self.entries.append(judge.roughly(self.question, config, shares))
             except InfeasibleError as error:
                 self._refuse(config, error)
             if config.virtual == 1 and config.latents != "on":
-                self.steps[_sizes(config)] = choices_of(self.question, config, shares).steps(even_only=True)
+                self.steps[_bare(config)] = judge.choices_of(self.question, config, shares).steps(even_only=True)
 
     def search_layouts(self) -> None:
         """Search for the layout of the best configurations, as `--layout auto` does, and evaluate what is found."""
@@ -128,7 +204,7 @@ class _Search:
                 break
             self.say(f"{len(self.exact)} of {PLANNED} configurations planned")
             try:
-                self.exact.append(exactly(question, entry.config))
+                self.exact.append(judge.exactly(question, entry.config))
             except InfeasibleError as error:
                 self.entries.remove(entry)
                 self._refuse(entry.config, error)
@@ -140,7 +216,7 @@ class _Search:
             return question
         asked = replace(question, options=replace(question.options, split_weight=True))
         with suppress(InfeasibleError):
-            split = exactly(asked, best.config)
+            split = judge.exactly(asked, best.config)
             whole_us, split_us = (judged.plan.predicted.makespan_us for judged in (best, split))
             if split_us < (1 - least_gain_of_split(best.config.tensor)) * whole_us:
                 self.exact = [split if entry is best else entry for entry in self.exact]
@@ -156,24 +232,24 @@ class _Search:
         near = sorted(self.steps, key=lambda sizes: (_packed_us(self.steps[sizes]), sizes))
         if any(math.isfinite(_packed_us(steps)) for steps in self.steps.values()):
             near = near[:COMPARED]  # otherwise other layers may fit anywhere
-        near = list(dict.fromkeys((_sizes(best.config), *near)))
+        near = list(dict.fromkeys((_bare(best.config), *near)))
         tried: list[tuple[Configuration, Steps]] = [*self.steps.items()]
         for number, sizes in enumerate(near):
             self.say(f"Megatron's own schedule at {number} of {len(near)} sizes searched")
-            layouts = (entry.config.stages for entry in ranked if _sizes(entry.config) == sizes)
-            setting = choices_of(question, sizes, self._shares[sizes.data], layouts)
+            layouts = (entry.config.stages for entry in ranked if _bare(entry.config) == sizes)
+            setting = judge.choices_of(question, sizes, self._shares[sizes.data], layouts)
             tried.append((sizes, setting.steps()))
         firsts = [_fastest(tried, number) for number in range(3)]
         packed = firsts[-1]
         again = [packed]
         for sizes in dict.fromkeys((best.config, *([packed.config] if packed else []))):
-            setting = choices_of(question, sizes, self._shares[sizes.data], [sizes.stages])
-            own = packed.stock if packed and _sizes(packed.config) == _sizes(sizes) else None
+            setting = judge.choices_of(question, sizes, self._shares[sizes.data], [sizes.stages])
+            own = packed.stock if packed and _bare(packed.config) == _bare(sizes) else None
             if (stock := setting.by_chunk(own)) is not None:
                 again.append(Baseline(sizes.with_layout(stock.layout), stock))
         by_chunk = min(filter(None, again), key=lambda each: each.stock.step_us, default=None)
         stocks = [None if each is None else each.stock for each in (*firsts, by_chunk)]
-        return packed, gain_of(stocks, step_without_shards_us(question, best), best.parts.step_us)
+        return packed, gain_of(stocks, judge.step_without_shards_us(question, best), best.parts.step_us)
 
     def _refuse(self, config: Configuration, error: InfeasibleError) -> None:
         needed, cap = error.least_cap_bytes, self.question.cap_bytes
@@ -182,7 +258,7 @@ class _Search:
         self.refused.append(Misfit(config.name, why, needed, config))
 
 
-def _sizes(config: Configuration) -> Configuration:
+def _bare(config: Configuration) -> Configuration:
     return replace(config, virtual=1, placement="looped", layers=(), shards_vocabulary=False, latents="")
 
 
@@ -209,7 +285,6 @@ def _simplest_first(entries: list[Judged]) -> list[Judged]:
 
 
 def _nothing_fits(question: Question, refused: list[Misfit]) -> NothingFitsError:
-    """Make the error that names how much more memory, less context or how many more devices would let a configuration fit."""
     with_sizes = (refusal for refusal in refused if refusal.config is not None)
     tight = sorted(with_sizes, key=lambda refusal: (refusal.needed_bytes, refusal.name))
     if not tight:

@@ -62,8 +62,6 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A configuration, or a size, that cannot run."""
-
     name: str  # of a configuration, or of a size that several configurations have in common
     why: str  # reason in words, with numbers
     needed_bytes: int = 0  # sufficient memory; 0 if memory is not the reason
@@ -150,7 +148,7 @@ def choices_of(
     This favours 1F1B: the batch is also divided by work, and replicas that share experts do not wait for each other's rows.
     """
     layers = even_layers(int(question.flags["num_layers"]), config.pipeline)
-    even = Layout.of_layers(layers, Placement("looped", config.pipeline, 1))
+    even = Layout(layers, Placement("looped", config.pipeline, 1))
     config = config.with_layout(even)
     dealt = [by_count(len(question.lengths), replica, config.data) for replica in range(config.data)]
     loads_us = _loads_us(question, config, dealt)
@@ -179,7 +177,7 @@ def step_without_shards_us(question: Question, judged: Judged) -> float:
         return judged.parts.step_us
     sample = question.sample(config, range(len(question.lengths)))
     times_us = [math.inf]
-    for layout in without_shards(config.stages, sample.problems[0], sample.costs_of, halves=sample.halves):
+    for layout in without_shards(config.stages, sample.problems[0], sample.costs_of):
         with suppress(InfeasibleError):
             times_us.append(exactly(asked, config.with_layout(layout)).parts.step_us)
     return min(times_us)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import TRAINED_SHARE, OptimizerBytes
-from megatron_epp.plan.layer_flags import pattern_of, whole_pattern
-from megatron_epp.plan.layout import Layout, even_layers, halves_of, layout_flag, staged_pattern
+from megatron_epp.plan.layer_flags import whole_pattern
+from megatron_epp.plan.layout import Layout, even_layers, layout_flag, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
 from megatron_epp.tools.formulas import ModelShape, Profile, Rates
@@ -25,8 +25,6 @@ REDUCED_BYTES = 4  # bytes of a parameter's gradient in the reduction, which is 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Configuration:
-    """Distribution of a model and a batch over devices."""
-
     # tensor, context, pipeline, data: parallel sizes; their product is the number of devices
     tensor: int
     context: int
@@ -36,7 +34,7 @@ class Configuration:
     expert_tensor: int = 1  # ranks that share an expert
     virtual: int = 1  # stages on each rank
     placement: Literal["looped", "v"] = "looped"  # of the stages if a rank has several, a value of ``--epp-placement``
-    layers: tuple[float, ...] = ()  # of every stage, in the model's order; a half is a layer's attention or its MLP
+    layers: tuple[int, ...] = ()  # of every stage, in the model's order
     shards_vocabulary: bool = False  # the output layer is divided over the pipeline ranks
     # What slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say
     latents: str = ""
@@ -47,7 +45,6 @@ class Configuration:
 
     @property
     def ranks(self) -> int:
-        """Ranks of a stage of one replica."""
         return self.tensor * self.context
 
     @property
@@ -62,9 +59,8 @@ class Configuration:
 
     @property
     def stages(self) -> Layout:
-        """Layers of the stages and their ranks."""
         placement = Placement(self.placement, self.pipeline, self.virtual)
-        return Layout(tuple(map(halves_of, self.layers)), placement, self.shards_vocabulary)
+        return Layout(self.layers, placement, self.shards_vocabulary)
 
     @property
     def rank_of(self) -> tuple[int, ...]:
@@ -96,7 +92,7 @@ class Configuration:
     def layers_text(self) -> str:
         """Layers of the stages in order as a sum: ``4x8`` for four stages of eight, or ``9+2x8+7``."""
         runs = [(len(list(same)), count) for count, same in groupby(self.layers)]
-        text = "+".join(f"{times}x{count:g}" if times > 1 else f"{count:g}" for times, count in runs)
+        text = "+".join(f"{times}x{count}" if times > 1 else f"{count}" for times, count in runs)
         return text + " (vocabulary over all)" * self.shards_vocabulary
 
     def settings(self, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,12 +103,11 @@ class Configuration:
             flags["expert_model_parallel_size"] = self.expert
         if model.get("num_experts") and self.expert_tensor != self.tensor:
             flags["expert_tensor_parallel_size"] = self.expert_tensor
-        whole, is_whole = [*map(int, self.layers)], not any(count % 1 for count in self.layers)
         if pattern := whole_pattern(model):  # says which stage has which layers
-            flags["hybrid_layer_pattern"] = staged_pattern(pattern, whole)
-        elif is_whole and len(set(whole)) > 1:  # `--epp-layout` says half layers
-            flags["pipeline_model_parallel_layout"] = layout_flag(whole, model.get("mtp_num_layers") or 0)
-        elif is_whole and self.virtual > 1:
+            flags["hybrid_layer_pattern"] = staged_pattern(pattern, self.layers)
+        elif len(set(self.layers)) > 1:
+            flags["pipeline_model_parallel_layout"] = layout_flag(self.layers, model.get("mtp_num_layers") or 0)
+        elif self.virtual > 1:
             flags["num_virtual_stages_per_pipeline_rank"] = self.virtual
         return flags | {"use_distributed_optimizer": True}
 
@@ -209,7 +204,6 @@ class Question:
             options=self.options,
             placements=() if chunks is None else tuple(Placement(kind, ranks, chunks) for kind in kinds),
             vocabulary=self.vocabulary,
-            halves=not pattern_of(self.flags),
         )
 
     def reduction_us(self, config: Configuration) -> float:

@@ -23,32 +23,13 @@ from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.plan.yaml_files import find, shipped
 from megatron_epp.planner import Options
-from megatron_epp.tools.advice.advice_text import as_json, as_text
-from megatron_epp.tools.advice.configuration_search import advise
-from megatron_epp.tools.advice.configurations import check_devices
+from megatron_epp.tools.advice import advice_text
+from megatron_epp.tools.advice.configuration_search import advise, check_devices
 from megatron_epp.tools.advice.judge import Judged
 from megatron_epp.tools.advice.question import Configuration, Question, Sharing
-from megatron_epp.tools.advice.recipe import (
-    command_text,
-    epp_settings,
-    flags_text,
-    megatron_settings,
-    recipe_text,
-    stock_settings,
-    without_sizes,
-)
+from megatron_epp.tools.cli import planning_flags
 from megatron_epp.tools.cli.lengths import SOURCES, drawn, is_distribution, sampled
-from megatron_epp.tools.cli.planning_flags import (
-    FP8_FLAGS,
-    OPTIMIZER_FLAGS,
-    SHAPE_FLAGS,
-    add_optimizer,
-    add_shape,
-    cap_of,
-    cluster_of,
-    flags_of,
-    of_model,
-)
+from megatron_epp.tools.cli.planning_flags import flags_of, of_model
 from megatron_epp.tools.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
 from megatron_epp.tools.formulas import Profile
 from megatron_epp.tools.formulas.library import check_formulas, load_costs, load_flags
@@ -85,9 +66,11 @@ def add_arguments(parser: Parser) -> None:
     add(batch, "context", help=longest)
     add(batch, "documents", "global_batch_size")
     add(batch, "seed", help="seed of the draw (default: 0)")
-    add_shape(model := parser.add_argument_group("model", "(default: an 8B model)"))
-    add(model, *FP8_FLAGS, "latents", default=None)
-    add_optimizer(parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, which the recipe gets too"))
+    planning_flags.add_shape(model := parser.add_argument_group("model", "(default: an 8B model)"))
+    add(model, *planning_flags.FP8_FLAGS, "latents", default=None)
+    planning_flags.add_optimizer(
+        parser.add_argument_group("optimizer", "Megatron's flags of its optimizer, which the recipe gets too")
+    )
     fixed = parser.add_argument_group("sizes", "searched where they are not given")
     for setting in _SIZES:
         what = ROWS[setting].help.replace("(default: 1).", "(default: searched)")
@@ -117,26 +100,28 @@ def run(args: argparse.Namespace) -> int:
         advice = advise(question, lambda so_far: where.__setitem__(0, so_far))
     best = advice.best[0]
     if args.json:
-        settings = {"megatron": megatron_settings(question, best.config), "epp": epp_settings(question, best.config)}
+        settings = {
+            "megatron": advice_text.megatron_settings(question, best.config),
+            "epp": advice_text.epp_settings(question, best.config),
+        }
         if advice.plain is not None:
-            settings["megatron_alone"] = stock_settings(question, advice.plain)
-        say(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
+            settings["megatron_alone"] = advice_text.stock_settings(question, advice.plain)
+        say(json.dumps(advice_text.as_json(advice) | {"settings": settings}, indent=1))
     else:
-        say(as_text(advice, args.show, args.all))
+        say(advice_text.as_text(advice, args.show, args.all))
         if advice.plain is not None and advice.plain_is_as_good:
-            own = command_text(stock_settings(question, advice.plain))
+            own = advice_text.command_text(advice_text.stock_settings(question, advice.plain))
             say("\nFlags of Megatron's own schedule, for rows packed so:\n" + textwrap.indent(own, "  "))
-        say("\nFlags of the best plans:\n" + textwrap.indent(flags_text(question, best.config), "  "))
+        say("\nFlags of the best plans:\n" + textwrap.indent(advice_text.flags_text(question, best.config), "  "))
         say("\n" + "\n".join(_again(args, question, best)))
     if args.output:
         model = args.model if _is_as_shipped(args.model, question) else None
-        text = recipe_text(question, best.config, model, f"--lengths {args.lengths}")
+        text = advice_text.recipe_text(question, best.config, model, f"--lengths {args.lengths}")
         write_text(args.output, text)
     return 0
 
 
 def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterator[str]:
-    """Yield a heading, and the commands that plan the best configuration again and show its memory."""
     plan, config = best.plan, best.config
     if len(config.lockstep_groups[0]) > 1:
         yield "Replicas that share experts are planned together, which no other command does."
@@ -153,7 +138,15 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
     lengths = [",".join(map(str, best.plan.lengths))]
     if is_distribution(args.lengths) and config.data == 1:
         lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
-    rows = [ROWS[name] for name in (*SHAPE_FLAGS, *FP8_FLAGS, *OPTIMIZER_FLAGS, "trained_parameters")]
+    rows = [
+        ROWS[name]
+        for name in (
+            *planning_flags.SHAPE_FLAGS,
+            *planning_flags.FP8_FLAGS,
+            *planning_flags.OPTIMIZER_FLAGS,
+            "trained_parameters",
+        )
+    ]
     flags: dict[str, Any] = {row.short_dest: getattr(args, row.short_dest) for row in rows}
     flags |= {
         "context": question.context,
@@ -183,12 +176,11 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
 def _is_as_shipped(model: str | None, question: Question) -> bool:
     if model not in shipped("models") or Path(model).is_file():
         return False
-    return without_sizes(load_flags(model)) == without_sizes(question.flags)
+    return advice_text.without_sizes(load_flags(model)) == advice_text.without_sizes(question.flags)
 
 
 def question_of(args: argparse.Namespace) -> Question:
-    """Return the question that parsed flags ask. Raises `EppError`."""
-    cluster = cluster_of(args)
+    cluster = planning_flags.cluster_of(args)
     assert cluster is not None  # there is a default
     sample = sampled(args.lengths, args, args.global_batch_size)
     context = args.context or max(sample)
@@ -203,7 +195,7 @@ def question_of(args: argparse.Namespace) -> Question:
         flags=flags,
         cluster=cluster,
         devices=args.devices,
-        cap_bytes=cap_of(args.memory_cap_gb, cluster),
+        cap_bytes=planning_flags.cap_of(args.memory_cap_gb, cluster),
         lengths=drawn(sample, args.global_batch_size, args.seed),
         context=context,
         fixed={field: value for name, field in _NAMES.items() if (value := getattr(args, name)) is not None},

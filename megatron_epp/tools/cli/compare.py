@@ -17,40 +17,20 @@ from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.layer_flags import pattern_of
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.plan_figures import recompute_share
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.chunks.chunker import round_up
 from megatron_epp.tools.advice.causes import PLANNER, STAGES_PER_RANK, Gain, Stock, StockChoices, stock_text, without_shards
+from megatron_epp.tools.cli import planning_flags, terminal
 from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, chosen_layout, even, settle_latents
 from megatron_epp.tools.cli.lengths import batches_of
-from megatron_epp.tools.cli.planning_flags import (
-    add_problem,
-    costs_by,
-    costs_of,
-    costs_source,
-    flags_of,
-    problem_of,
-    tell_sharing,
-    token_multiple,
-)
+from megatron_epp.tools.cli.planning_flags import costs_source, problem_of, token_multiple
 from megatron_epp.tools.cli.schedules import ALL, layout_at, usual
-from megatron_epp.tools.cli.terminal import (
-    EXACT_PLANNER_LOG,
-    Command,
-    Parser,
-    add_output,
-    is_page,
-    latest_message,
-    picture_or_page,
-    progress,
-    say,
-)
+from megatron_epp.tools.cli.terminal import Command, Parser, is_page, progress, say
 from megatron_epp.tools.formulas import Profile
 from megatron_epp.tools.report.gantt import save_picture, side_by_side
-from megatron_epp.tools.report.page.data import Shown
-from megatron_epp.tools.report.page.html import save_page
+from megatron_epp.tools.report.page.html import Shown, save_page
 from megatron_epp.tools.report.text import comparison
 
 _EXAMPLE = """\
@@ -60,8 +40,7 @@ example: 512 documents like Wikipedia's on eight stages, and a picture of all pl
 one planner of a paper against ours
   megatron-epp compare --lengths 9000,4000,800,800 --planner greedy --planner zb-v
 """
-_IN_ROWS = ("1f1b-packed", "1f1b-padded")
-"""Planners that fill rows of whole sequences up to `context`, which is their size."""
+_IN_ROWS = ("1f1b-packed", "1f1b-padded")  # planners that fill rows of whole sequences up to `context`, which is their size
 _MOST_SIZES = 5  # most packing sizes that are tried for a planner
 _MOST_ACTIONS = 1 << 15
 """Most chunks times stages, over all sizes together, that are tried for a planner: large batches take long to plan."""
@@ -69,8 +48,6 @@ _MOST_ACTIONS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Result of one planner for one batch, with the size that is best for it."""
-
     planner: str  # its name
     plan: Plan | None  # None where there is none
     refusal: str  # why there is none
@@ -85,7 +62,7 @@ class Entry:
 
 
 def add_arguments(parser: Parser) -> None:
-    add_problem(parser, several_batches=True)
+    planning_flags.add_problem(parser, several_batches=True)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON, a row per batch and planner")
     every = f"{ALL}: every one, fastest first, planners of other placements with layers of their own"
     names = f"a planner to compare, {PLANNER_NAMES}; repeat it for more. {every} (default: {', '.join(usual())})"
@@ -93,13 +70,11 @@ def add_arguments(parser: Parser) -> None:
         "--planner", action="append", type=lambda text: text if text == ALL else planner(text), metavar="NAME", help=names
     )
     below = "the plans of one batch below each other, as .html to explore, .png, .svg or .pdf (default: none)"
-    add_output(parser, below, type=picture_or_page)
+    terminal.add_output(parser, below, type=terminal.picture_or_page)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch to compare planners over."""
-
     args: argparse.Namespace  # parsed flags
     name: str
     lengths: tuple[int, ...]
@@ -118,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output and len(asked) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(asked)}: give --lengths once")
     names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or usual()))
-    tell_sharing(args)
+    planning_flags.tell_sharing(args)
     typical = [lengths for _, lengths in asked]
     settle_latents(args, typical, names)
     chosen, longest = chosen_layout(args, typical, names), max(map(max, typical))
@@ -186,8 +161,11 @@ def _entry(batch: Batch, name: str, size: int | None) -> Entry:
         if known is not None:
             split, offload = options.split_weight or known.splits_weight, options.offload or known.offloads
             options = replace(options, split_weight=split, offload=offload)
-        with latest_message(EXACT_PLANNER_LOG) as latest:
-            problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout, batch.longest)
+        with terminal.latest_message(terminal.EXACT_PLANNER_LOG) as latest:
+            problem, costs = (
+                problem_of(args, lengths, layout.placement),
+                planning_flags.costs_of(args, lengths, layout, batch.longest),
+            )
             planned, refusal = plan(problem, costs, options), ""
     except EppError as error:
         planned, refusal = None, error.text(names_of(args.parser))
@@ -209,16 +187,16 @@ def _gain(batch: Batch) -> StockGain:
     whole, _ = costs_source(alone, batch.longest)
     assert isinstance(whole, Profile)  # as the other
     layout, options, num_layers = chosen.layout, options_from(args, planner="greedy"), chosen.layout.num_layers
-    problem, own_costs_of = problem_of(args, lengths, layout.placement), cache(partial(costs_by, args, source))
+    problem, own_costs_of = problem_of(args, lengths, layout.placement), cache(partial(planning_flags.costs_by, args, source))
     best_us = whole_us = ours.predicted.makespan_us
     if layout.shards_vocabulary or options.split_weight:
         whole_us, options_then = math.inf, replace(options, split_weight=False)
-        for other in without_shards(layout, problem, own_costs_of, halves=not pattern_of(flags_of(args))):
+        for other in without_shards(layout, problem, own_costs_of):
             with suppress(InfeasibleError):
                 whole_us = min(whole_us, plan(problem, own_costs_of(other), options_then).predicted.makespan_us)
     choices = StockChoices(
         problems=(problem,),
-        costs_of=cache(partial(costs_by, alone, whole)),
+        costs_of=cache(partial(planning_flags.costs_by, alone, whole)),
         own_costs_of=own_costs_of,
         num_layers=num_layers,
         context=args.context or max(lengths),

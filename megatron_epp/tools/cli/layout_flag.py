@@ -12,7 +12,7 @@ from itertools import chain
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.plan.errors import EppError, InfeasibleError
-from megatron_epp.plan.layer_flags import pattern_of, whole_pattern
+from megatron_epp.plan.layer_flags import whole_pattern
 from megatron_epp.plan.layout import Layout, even_layers, layers_text, parse_layers, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import begins_with_greedy
@@ -53,18 +53,18 @@ class Chosen:
             line += f", {format_us(choice.even_us)} with even layers ({choice.gain:.1%} saved)"
         in_a_v = " --epp-placement v" * (not placement.is_looped)
         if pattern := whole_pattern(flags):
-            own = f"--hybrid-layer-pattern '{staged_pattern(pattern, [count // 2 for count in layout.halves])}'" + in_a_v
+            own = f"--hybrid-layer-pattern '{staged_pattern(pattern, layout.layers)}'" + in_a_v
         elif (megatron := layout.to_megatron(flags.get("mtp_num_layers") or 0)) is not None:
             own = f"--pipeline-model-parallel-layout '{megatron}'"
         else:
-            own = f"--epp-layout {layers_text(layout.halves).replace(' ', '')}" + in_a_v
+            own = f"--epp-layout {layers_text(layout.layers).replace(' ', '')}" + in_a_v
         own += " --epp-vocab-parallel on" * layout.shards_vocabulary + " --epp-split-weight-gradient" * args.split_weight
         return [line, f"in training: {own}" + " --epp-loss-block-tokens 0" * (args.loss_block_tokens == 0)]
 
 
 def even(num_layers: int, num_ranks: int) -> Layout:
     """Return one stage per rank and even layers. Raises `EppError` if there are more ranks than layers."""
-    return Layout.of_layers(even_layers(num_layers, num_ranks), Placement("looped", num_ranks, 1))
+    return Layout(even_layers(num_layers, num_ranks), Placement("looped", num_ranks, 1))
 
 
 def pipeline_ranks(args: argparse.Namespace) -> int:
@@ -115,8 +115,6 @@ def chosen_layout(
     with nullcontext() if args.costs is None else naming_file(f"--costs {args.costs}"):
         named = text not in (None, AUTO, EVEN, BALANCED)
         own = _given(args, num_layers) if named else even(num_layers, pipeline_ranks(args))
-        if pattern_of(flags) and not own.is_whole:
-            raise EppError(f"--layout {text} cuts layers, and those of a hybrid model have one part: give whole layers")
         sample = _sample(args, source, own, batches, planners or [args.planner])
         lengths = tuple(chain.from_iterable(batches))
         layouts = [_of_text(args, source, own, lengths, shards=shards) for shards in sample.vocabulary]
@@ -160,7 +158,7 @@ def _of_text(args: argparse.Namespace, profile: Profile, own: Layout, lengths: t
     if args.layout not in (None, AUTO, BALANCED):
         return replace(own, shards_vocabulary=own.shards_vocabulary or shards)
     layers = balanced_layers(profile, own.num_layers, own.placement.num_ranks, lengths, shards_vocabulary=shards)
-    return Layout.of_layers(layers, own.placement, shards_vocabulary=shards)
+    return Layout(layers, own.placement, shards_vocabulary=shards)
 
 
 def _sample(
@@ -178,23 +176,24 @@ def _sample(
         options=options_from(args, planner=planners[0] if len(planners) == 1 else "greedy"),
         placements=() if may_search else (own.placement,),
         vocabulary={"off": (False,), "on": (True,), AUTO: either}[args.vocab_parallel],
-        halves=not pattern_of(flags_of(args)),
     )
 
 
 def _given(args: argparse.Namespace, num_layers: int) -> Layout:
     """Return the layout of a list of layers or of a file, which must be of the model and of the ranks that flags name."""
     text, (kind, _, words) = args.layout, args.layout.rpartition(":")
-    if kind in KINDS and (halves := parse_layers(words)) is not None:
-        layout = Layout(halves, _several(kind, len(halves), pipeline_ranks(args)))
+    with naming_file(f"--layout {brief(text)}"):
+        listed, placed = parse_layers(text), parse_layers(words) if kind in KINDS else None
+    if placed is not None:
+        layout = Layout(placed, _several(kind, len(placed), pipeline_ranks(args)))
         layout.check(num_layers, pipeline_ranks(args))
         return layout
-    if (halves := parse_layers(text)) is not None:
-        ranks = args.stages or len(halves)
-        if len(halves) != ranks or sum(halves) != 2 * num_layers:
-            has = f"{len(halves)} stages and {sum(halves) / 2:g} layers"
+    if listed is not None:
+        ranks = args.stages or len(listed)
+        if len(listed) != ranks or sum(listed) != num_layers:
+            has = f"{len(listed)} stages and {sum(listed)} layers"
             raise EppError(f"--layout {brief(text)} has {has}: {_wanted(ranks, num_layers)}")
-        return Layout(halves, Placement("looped", ranks, 1))
+        return Layout(listed, Placement("looped", ranks, 1))
     if not os.path.isfile(text):
         wanted = _wanted(pipeline_ranks(args), num_layers)
         raise EppError(f"--layout {brief(text)}: {wanted}{nearest(text, (AUTO, BALANCED, EVEN))}")
@@ -217,7 +216,7 @@ def _several(kind: str, num_stages: int, ranks: int) -> Placement:
 
 def _wanted(ranks: int, num_layers: int) -> str:
     return (
-        f"give auto, even, balanced, a layout file, or {ranks} multiples of 0.5 (one for each of --stages) that add up to "
+        f"give auto, even, balanced, a layout file, or {ranks} whole numbers (one for each of --stages) that add up to "
         f"{num_layers} (--layers)"
     )
 
@@ -228,4 +227,4 @@ def _of_stages(args: argparse.Namespace, stored: PipelineCosts, ranks: int) -> L
             raise EppError("the stages have layers of their own: leave --layout out")
         if len(stored.stages) != ranks:
             raise EppError(f"these are costs of {len(stored.stages)} stages, not of {ranks}: change --stages")
-    return Layout.of_layers(stored.num_layers, Placement("looped", ranks, 1))
+    return Layout(stored.num_layers, Placement("looped", ranks, 1))

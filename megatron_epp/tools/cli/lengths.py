@@ -50,7 +50,6 @@ def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the batches of all sources, each with a name."""
     return [batch for source in args.lengths for batch in _batches_of(source, args, args.batches)]
 
 
@@ -94,7 +93,9 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
             return _numbers(source)
     if source == "-":
         with naming_file("--lengths -"):
-            return _numbers(_stdin(), has_lines=True)
+            if len(text := sys.stdin.read(MOST_BYTES + 1)) > MOST_BYTES:
+                raise EppError(f"more than {MOST_BYTES:,} characters, the most that are read")
+            return _numbers(text, has_lines=True)
     path, todo = Path(source), "give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
     if not path.is_file() and Path(f"{source}.idx").is_file():  # the prefix of a .bin/.idx pair
         return _index(Path(f"{source}.idx"))
@@ -116,26 +117,15 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         return _numbers(read_text(path), has_lines=True)
 
 
-def _stdin() -> str:
-    text = sys.stdin.read(MOST_BYTES + 1)
-    if len(text) > MOST_BYTES:
-        raise EppError(f"more than {MOST_BYTES:,} characters, the most that are read")
-    return text
-
-
 def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
-    words = _words(text)
+    words = text.replace(",", " ").split()
     if wrong := next((word for word in words if not _is_count(word)), None):
-        number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in _words(line))
+        number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in line.replace(",", " ").split())
         where = f"line {number}: " * has_lines + brief(wrong)
         raise EppError(f"{where} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}")
     if not words:
         raise EppError("no lengths")
     return tuple(map(int, words))
-
-
-def _words(text: str) -> list[str]:
-    return text.replace(",", " ").split()
 
 
 def _index(path: Path) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ import textwrap
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import megatron_epp
 from megatron_epp.plan.errors import EppError
@@ -30,21 +29,13 @@ MODULES = {
 """Modules of commands, in the order of the list; only the module of the command that runs is imported."""
 
 
-class Name(NamedTuple):
-    """Another name of a command with one of its switches."""
-
-    command: str  # its own name
-    switch: str  # that the name sets
-    purpose: str  # of both together
-
-
 NAMES = {
-    "check": Name("show", "proof", "prove a plan, or report every violation; exit code 1 when there are any"),
-    "simulate": Name("show", "times", "simulate a plan and print when each rank works, and the most it holds"),
-    "memory": Name("plan", "memory", "say what a batch takes on every rank, part by part, and the smallest cap that would do"),
-    "profile": Name("doctor", "profile", "measure a model's parts on this machine and write a cost profile (needs torch)"),
+    "check": ("show", "proof", "prove a plan, or report every violation; exit code 1 when there are any"),
+    "simulate": ("show", "times", "simulate a plan and print when each rank works, and the most it holds"),
+    "memory": ("plan", "memory", "say what a batch takes on every rank, part by part, and the smallest cap that would do"),
+    "profile": ("doctor", "profile", "measure a model's parts on this machine and write a cost profile (needs torch)"),
 }
-"""Short names of commands with a switch."""
+"""Short names: each of a command with one of its switches, and the purpose of both together."""
 _LAST = """\
 also:
   check, simulate  short for `show --proof` and `show --times`
@@ -109,11 +100,9 @@ def _refused(error: Exception, parser: Parser) -> int:
 
 
 def _command(name: str) -> Command:
-    """Import a command, by its name or a short name."""
     if name in NAMES:
-        short = NAMES[name]
-        purpose = f"{short.purpose}: short for `{short.command} --{short.switch}`"
-        return replace(_command(short.command), name=name, purpose=purpose, example="")
+        own_name, switch, purpose = NAMES[name]
+        return replace(_command(own_name), name=name, purpose=f"{purpose}: short for `{own_name} --{switch}`", example="")
     command: Command = importlib.import_module(MODULES[name]).COMMAND
     return command
 
@@ -131,17 +120,15 @@ def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     )
     subparsers = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     for command in known:
-        added = subparsers.add_parser(
-            command.name, description=f"{command.purpose[0].upper()}{command.purpose[1:]}.", epilog=command.example
-        )
+        description = f"{command.purpose[0].upper()}{command.purpose[1:]}."
+        added = subparsers.add_parser(command.name, description=description, epilog=command.example)
         added.set_defaults(run=command.run)
         command.add_arguments(added)
         added.add_help_flags()
         if command.name in NAMES:
-            added.set_defaults(**{NAMES[command.name].switch: True})
-    parser.add_argument(
-        "--version", action="version", version=f"{PROGRAM} {megatron_epp.__version__}", help="print the version"
-    )
+            added.set_defaults(**{NAMES[command.name][1]: True})
+    version = f"{PROGRAM} {megatron_epp.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
     parser.add_help_flags()
     return parser
 

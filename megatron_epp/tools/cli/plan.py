@@ -1,11 +1,14 @@
-"""The command that makes plans."""
+"""The command that makes plans, and says why they are as they are."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from megatron_epp.cost.balance import advice
@@ -14,44 +17,116 @@ from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of, options_from
 from megatron_epp.plan.errors import EppError, InfeasibleError
 from megatron_epp.plan.plan import Plan, is_unlimited
+from megatron_epp.plan.plan_figures import recompute_share
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.candidates import Candidate
 from megatron_epp.planner.memory.breakdown import memory_breakdown
-from megatron_epp.planner.why import explain
+from megatron_epp.planner.settings import LONGEST, WHOLE, Recipe
+from megatron_epp.planner.why import Explanation, Walk, changes, explain
+from megatron_epp.tools.cli import planning_flags, terminal
 from megatron_epp.tools.cli.layout_flag import AUTO, BALANCED, settle_latents
 from megatron_epp.tools.cli.lengths import lengths_of
-from megatron_epp.tools.cli.planning_flags import (
-    add_problem,
-    cluster_of,
-    costs_of,
-    has_costs_of_stages,
-    problem_of,
-    tell_sharing,
-)
 from megatron_epp.tools.cli.schedules import chosen_for
-from megatron_epp.tools.cli.terminal import (
-    EXACT_PLANNER_LOG,
-    PAGE,
-    PICTURES,
-    PROGRAM,
-    Command,
-    Parser,
-    add_output,
-    is_page,
-    latest_message,
-    output,
-    picture_or_page,
-    progress,
-    say,
-    tell,
-)
-from megatron_epp.tools.cli.why_text import why
+from megatron_epp.tools.cli.terminal import PROGRAM, Command, Parser, is_page, progress, say, tell
+from megatron_epp.tools.report import text as report_text
 from megatron_epp.tools.report.gantt import memory_picture, save_picture
-from megatron_epp.tools.report.page.data import Shown
-from megatron_epp.tools.report.page.html import save_page
-from megatron_epp.tools.report.text import curves, format_us, headline, memory_figures, peak_lines, peak_table, summary
+from megatron_epp.tools.report.page.html import Shown, save_page
+from megatron_epp.tools.report.text import format_cap, format_us, table
+
+
+def why(explanation: Explanation, width: int | None = 120) -> list[str]:
+    """Lines on how the search came to a plan, of at most so many characters; None for any number."""
+    plan, (free, under) = explanation.plan, explanation.walks
+    lines = ["Why this plan (settings and their values: megatron_epp/planner/README.md)", ""]
+    lines += ["without memory caps", *_steps(explanation, free)]
+    if not is_unlimited(cap := min(plan.cap_bytes)):
+        lines += ["", f"under the cap of {format_cap(cap, max(plan.predicted.peak_bytes))}", *_steps(explanation, under)]
+    if any(id(candidate.table) in explanation.remade for walk in explanation.walks for candidate in walk.candidates):
+        lines.append("  * made again later, with more memory for messages: a step that was a gain can read as a loss")
+    if not explanation.has_candidate:
+        return [*lines, "  nothing fits in any order that was tried; the plan is in the order that keeps the least"]
+    took_us, bound_us = plan.predicted.makespan_us, plan.predicted.lower_bound_us
+    best = explanation.walks[-1].candidates[-1]
+    if took_us < best.makespan_us:
+        text = _changes(best.recipe, explanation.improved)
+        lines.append(f"  local search{text and f' from {text}'}: {format_us(best.makespan_us)} -> {format_us(took_us)}")
+    lines += ["", "what is left", *_left(explanation, took_us, bound_us)]
+    if recompute_share(plan) and explanation.memory:
+        lines += ["", "recompute: where a rank is above its cap, the cheapest per byte saved of the chunks that are alive"]
+        lines += _recompute(explanation)
+        if not any(other.setting == "copies" for other in explanation.others):
+            lines += ["", "copies to the host were not tried (--offload)"]
+    return [*lines, "", "other values of one setting, all else as chosen", *_others(explanation, width)]
+
+
+def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator[str]:
+    plan, fastest = explanation.plan, explanation.walks[0].candidates[-1]
+    yield f"  {took_us / bound_us - 1:.1%} above the bound of these {len(plan.chunks)} chunks, {format_us(bound_us)}"
+    yield f"  {max(0.0, took_us / fastest.makespan_us - 1):.1%} above the fastest found without memory caps"
+    waits, again = plan.predicted.bubble_fraction, recompute_share(plan)
+    yield f"  ranks wait {waits:.1%} of the time; recompute is {again:.1%} of what they compute"
+
+
+def _recompute(explanation: Explanation) -> Iterator[str]:
+    plan = explanation.plan
+    rows = []
+    for rank, peaks in enumerate(explanation.memory):
+        stages = plan.stages_of(rank)
+        passes = sum(plan.num_layers[stage] * len(plan.chunks) for stage in stages)
+        again = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
+        sizes = (format_bytes(peaks.plain), format_bytes(peaks.least), format_cap(plan.cap_bytes[rank], peaks.least))
+        rows.append([str(rank), *sizes, f"{again} of {passes}"])
+    names = ["rank", "peak with none", "with all", "cap", "layer passes that recompute"]
+    yield from (f"  {line}" for line in table(names, rows))
+
+
+def _steps(explanation: Explanation, walk: Walk) -> list[str]:
+    first = walk.candidates[0]
+    described = ", ".join(f"{name} {_value(name, value)}" for name, value in first.recipe._asdict().items())
+    rows = [[_makespan(first, explanation), "", described]]
+    for (before, after), word in zip(pairwise(walk.candidates), walk.words[1:], strict=True):
+        text = _changes(before.recipe, after.recipe)
+        gain = f"{after.makespan_us / before.makespan_us - 1:+.2%}" if before.fits and after.fits else ""
+        rows.append([_makespan(after, explanation), gain, f"{word}{text}"])
+    return [f"  {line}" for line in table(["makespan", "change", "recipe"], rows, left=(2,))]
+
+
+def _changes(before: Recipe, after: Recipe) -> str:
+    changed = changes(before, after).items()
+    return ", ".join(f"{name} {_value(name, own)} -> {_value(name, other)}" for name, (own, other) in changed)
+
+
+def _value(name: str, value: object) -> str:
+    if name == "grain" and value in (WHOLE, LONGEST):
+        return "whole sequences" if value == WHOLE else "longest sequence"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _makespan(candidate: Candidate, explanation: Explanation) -> str:
+    if candidate.fits:
+        return format_us(candidate.makespan_us) + "*" * (id(candidate.table) in explanation.remade)
+    return "does not fit" if is_unlimited(candidate.missing_bytes) else f"lacks {format_bytes(candidate.missing_bytes)}"
+
+
+def _others(explanation: Explanation, width: int | None) -> Iterator[str]:
+    best = explanation.walks[-1].candidates[-1]
+    for name, group in groupby(explanation.others, key=lambda other: other.setting):
+        parts: dict[str, list[str]] = {}
+        for other in group:
+            if (candidate := other.candidate) is None or other.is_same:
+                effect = "no such chunks" if candidate is None else "the same"
+            else:
+                gain = f"{candidate.makespan_us / best.makespan_us - 1:+.1%}"
+                effect = gain if candidate.fits else _makespan(candidate, explanation)
+            parts.setdefault(effect, []).append(_value(name, other.value))
+        chosen = _value(name, getattr(best.recipe, name))
+        effects = (f"{', '.join(values)}: {effect}".replace(" ", "\xa0") for effect, values in parts.items())
+        line = f"  {name} {chosen}; " + "; ".join(effects)
+        yield from (part.replace("\xa0", " ") for part in textwrap.wrap(line, width or len(line), subsequent_indent="    "))
+
 
 _EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
@@ -72,16 +147,16 @@ _LABEL_WIDTH = 20  # width in characters reserved next to a curve of memory
 
 
 def _add_plan(parser: Parser) -> None:
-    add_problem(parser)
+    planning_flags.add_problem(parser)
     add(parser, "planner")
-    add_output(parser, "write the plan as JSON (default: do not)")
+    terminal.add_output(parser, "write the plan as JSON (default: do not)")
     switch = partial(parser.add_argument, action="store_true")
     switch("--why", help="print how the search came to the plan, why ranks recompute, and what other values would give")
     switch("--memory", help="print what every rank holds at its peak, part by part, and the smallest cap that would do")
     drawn = "draw memory over time, as .html to explore, .png, .svg or .pdf (default: do not)"
-    parser.add_argument("--memory-out", type=picture_or_page, metavar="FILE", help=drawn)
+    parser.add_argument("--memory-out", type=terminal.picture_or_page, metavar="FILE", help=drawn)
     switch("--json", help="with --memory, print its figures as JSON")
-    parser.add_argument("--layout-out", type=output, metavar="FILE", help="write the layout as JSON (default: do not)")
+    parser.add_argument("--layout-out", type=terminal.output, metavar="FILE", help="write the layout as JSON (default: do not)")
     add_width(parser)
 
 
@@ -91,20 +166,19 @@ def add_width(parser: Parser) -> None:
 
 
 def text_of(plan_of_batch: Plan, args: argparse.Namespace) -> str:
-    """Format a plan for a terminal, as wide as `add_width`'s flags say."""
-    return summary(plan_of_batch, None, None) if args.all else summary(plan_of_batch, args.width)
+    return report_text.summary(plan_of_batch, None, None) if args.all else report_text.summary(plan_of_batch, args.width)
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if args.output and Path(args.output).suffix.lower() in (*PICTURES, PAGE):
+    if args.output and Path(args.output).suffix.lower() in (*terminal.PICTURES, terminal.PAGE):
         drawn = "--memory-out draws its memory, `megatron-epp show` its times"
         raise EppError(f"{args.output}: a plan is written as JSON; {drawn}")
     lengths = lengths_of(args)
-    tell_sharing(args)
+    planning_flags.tell_sharing(args)
     settle_latents(args, [lengths])
     chosen = chosen_for(args, lengths)
     layout = chosen.layout
-    problem, costs = problem_of(args, lengths, layout.placement), costs_of(args, lengths, layout)
+    problem, costs = planning_flags.problem_of(args, lengths, layout.placement), planning_flags.costs_of(args, lengths, layout)
     try:
         best, lines_why = _planned(problem, costs, args)
         refusal = ""
@@ -127,38 +201,30 @@ def _plan(args: argparse.Namespace) -> int:
         say(text_of(best, args))
     if args.json:
         return 0
-    _tell_too_large(best)
-    if lines_why:
-        say("\n" + "\n".join(lines_why))
-    if lines := chosen.lines(args):
+    if (peak := max(best.predicted.peak_bytes)) > _LARGEST_DEVICE_BYTES and all(map(is_unlimited, best.cap_bytes)):
+        todo = "is more than an H200 has, and plans have no cap: give --cluster or --memory-cap-gb"
+        tell(f"{PROGRAM}: a peak of {format_bytes(peak)} {todo}")
+    for lines in filter(None, (lines_why, chosen.lines(args))):
         say("\n" + "\n".join(lines))
     hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layout balanced")
-    if hint and args.layout not in (None, BALANCED, AUTO) and not has_costs_of_stages(args):
+    if hint and args.layout not in (None, BALANCED, AUTO) and not planning_flags.has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
 
 
 def _remediable(error: InfeasibleError, args: argparse.Namespace) -> InfeasibleError:
     """Return a refusal that names the command which tries other sizes, and no larger cap than the cluster's devices have."""
-    cluster = cluster_of(args)
+    cluster = planning_flags.cluster_of(args)
     memory_gb = None if cluster is None else cluster.device_memory_gb
     if memory_gb is not None and error.least_cap_bytes > memory_gb * 2**30:
         error = error.without_remedies("cap_bytes").with_context(after=f" A device of {memory_gb:g} GiB has less.")
     return error.with_context(after=_OTHER_SIZES) if error.least_cap_bytes else error
 
 
-def _tell_too_large(best: Plan) -> None:
-    """Hint at the flags of a cap if there is none and no device holds the plan."""
-    peak = max(best.predicted.peak_bytes)
-    if peak > _LARGEST_DEVICE_BYTES and all(map(is_unlimited, best.cap_bytes)):
-        todo = "is more than an H200 has, and plans have no cap: give --cluster or --memory-cap-gb"
-        tell(f"{PROGRAM}: a peak of {format_bytes(peak)} {todo}")
-
-
 def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[Plan, list[str]]:
     """Plan, and with ``--why`` explain the plan. Raises `InfeasibleError` if nothing fits."""
     what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
-    with latest_message(EXACT_PLANNER_LOG) as latest, progress(what, latest):
+    with terminal.latest_message(terminal.EXACT_PLANNER_LOG) as latest, progress(what, latest):
         if not args.why:
             best, lines = plan(problem, costs, options_from(args)), []
         else:
@@ -177,8 +243,8 @@ def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, bes
     elif args.memory_out:
         save_picture(memory_picture(breakdown), args.memory_out)
     if not args.json:
-        blocks = [headline(best), peak_table(breakdown), list(peak_lines(breakdown))]
-        blocks.append(curves(breakdown, max(8, args.width - _LABEL_WIDTH)))
+        blocks = [report_text.headline(best), report_text.peak_table(breakdown), list(report_text.peak_lines(breakdown))]
+        blocks.append(report_text.curves(breakdown, max(8, args.width - _LABEL_WIDTH)))
         if refusal:
             blocks.insert(0, [*refusal.splitlines(), "What follows is of the smallest cap that would do."])
         say("\n\n".join("\n".join(lines) for lines in blocks), flush=True)
@@ -187,7 +253,7 @@ def _report_memory(args: argparse.Namespace, problem: Problem, costs: Costs, bes
     cap_bytes, makespan_us = smallest.cap_bytes[0], smallest.predicted.makespan_us
     if args.json:
         figures = {"cap_bytes": cap_bytes, "makespan_us": makespan_us}
-        say(json.dumps({"refusal": refusal, "ranks": memory_figures(breakdown), "smallest_cap": figures}, indent=1))
+        say(json.dumps({"refusal": refusal, "ranks": report_text.memory_figures(breakdown), "smallest_cap": figures}, indent=1))
         return
     cap = f"{format_gib(cap_bytes, decimals=4)}, in {format_us(makespan_us)}"
     say(f"\nsmallest cap for this batch without offload (--memory-cap-gb): {cap}")

@@ -23,20 +23,9 @@ from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.validation import check_amounts
 from megatron_epp.tools.cli.lengths import add_batch
 from megatron_epp.tools.cli.terminal import PROGRAM, Parser, tell
-from megatron_epp.tools.formulas import Profile, Rates, analytic_profile
+from megatron_epp.tools.formulas import Profile, Rates, analytic_profile, library
 from megatron_epp.tools.formulas.analytic import profile_for
-from megatron_epp.tools.formulas.library import (
-    RATES,
-    Cluster,
-    check_formulas,
-    is_config,
-    layers_of,
-    load_cluster,
-    load_costs,
-    load_flags,
-    shape_of,
-    token_multiple_of,
-)
+from megatron_epp.tools.formulas.library import Cluster, load_costs, load_flags, shape_of
 from megatron_epp.tools.formulas.parameters import parameters_of, summary
 
 _SHAPE = tuple(row.setting for row in SHAPE)
@@ -59,7 +48,6 @@ _MODEL: dict[str, Any] = {
 
 
 def add_problem(parser: Parser, several_batches: bool = False) -> None:
-    """Add the flags of the batch, or of several, of the pipeline and of the machine."""
     add_batch(parser, several_batches)
     pipeline = parser.add_argument_group("pipeline")
     add(pipeline, "num_stages", default=None)
@@ -120,7 +108,7 @@ def tell_sharing(args: argparse.Namespace) -> None:
     if args.model is None or getattr(args, "costs", None) is not None:
         return
     flags, names = load_flags(args.model), names_of(args.parser)
-    if is_config(args.model):
+    if library.is_config(args.model):
         tell(f"{PROGRAM}: model {args.model}: {summary(flags)}")
     for setting in _PARALLEL:
         ranks = flags.get(ROWS[setting].dest)
@@ -139,7 +127,7 @@ def token_multiple(args: argparse.Namespace) -> int:
     if args.token_multiple is not None:
         return int(args.token_multiple)
     with of_model(args):
-        return token_multiple_of(flags_of(args))
+        return library.token_multiple_of(flags_of(args))
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
@@ -188,7 +176,7 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
     flags = flags_of(args)
     if args.costs is None:
         with of_model(args):
-            check_formulas(flags)
+            library.check_formulas(flags)
             shape = shape_of(flags | {"seq_length": args.context or longest})
         return analytic_profile(shape, _rates(args)).training(flags.get(TRAINED_SHARE, 1.0)), shape.num_layers
     stored = load_costs(args.costs)
@@ -200,14 +188,14 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
         if flags.get("epp_latents") == "on" or flags.get("moe_layer_freq", 1) != 1 or recipe_of(flags):
             stored = profile_for(stored, shape_of(flags), _rates(args))
         stored = stored.training(flags.get(TRAINED_SHARE, 1.0))
-        return stored, layers_of(flags) if args.layers or args.model else stored.num_layers
+        return stored, library.layers_of(flags) if args.layers or args.model else stored.num_layers
 
 
 def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
     flags = flags_of(args) | {"data_parallel_size": args.data_parallel}
     optimizer, share = OptimizerBytes.of_flags(flags, profile.weight_bytes), args.fragmentation_share
     share = 0.0 if share is None and args.rates == "cpu" else share
-    return layout.costs_of(profile.costs_on_device(layout, optimizer, args.data_parallel, share))
+    return layout.costs_of(profile.costs_on_device(layout, optimizer, args.data_parallel, share), profile)
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:
@@ -219,7 +207,7 @@ def cluster_of(args: argparse.Namespace) -> Cluster | None:
     """Return the cluster that the flags name, with their attention kernel. Raises `EppError` for a bad file."""
     if args.cluster is None:
         return None
-    cluster = load_cluster(args.cluster)
+    cluster = library.load_cluster(args.cluster)
     if args.attention_kernel is None:
         return cluster
     if not cluster.rates.attention_kernel:
@@ -237,5 +225,5 @@ def _rates(args: argparse.Namespace) -> Rates:
             raise EppError("--devices says how the devices of a --cluster are linked: name one, or leave it out")
         if args.attention_kernel is not None:
             raise EppError("--attention-kernel is of a --cluster of H100s or H200s: name one, or leave it out")
-        return RATES[args.rates or "h100"]
+        return library.RATES[args.rates or "h100"]
     return cluster.rates if args.devices is None else cluster.linked(args.devices)

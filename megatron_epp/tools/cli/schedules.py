@@ -45,7 +45,7 @@ def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: S
         source, num_layers = costs_source(args, max(lengths))
         if isinstance(source, Profile):
             layers = balanced_layers(source, num_layers, len(ranks), lengths, ranks, shards_vocabulary=shards)
-            return Layout.of_layers(layers, fixed.placement, shards_vocabulary=shards)
+            return Layout(layers, fixed.placement, shards_vocabulary=shards)
     return replace(fixed, shards_vocabulary=shards)
 
 

@@ -27,24 +27,11 @@ from megatron_epp.plan.trace import save_trace
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.violation import Violation
 from megatron_epp.plan.writing import write_text
+from megatron_epp.tools.cli import terminal
 from megatron_epp.tools.cli.plan import add_width, text_of
-from megatron_epp.tools.cli.terminal import (
-    PAGE,
-    PICTURES,
-    PROGRAM,
-    Command,
-    Parser,
-    add_output,
-    is_page,
-    output,
-    picture,
-    progress,
-    say,
-    tell,
-)
+from megatron_epp.tools.cli.terminal import PROGRAM, Command, Parser, is_page, progress, say, tell
 from megatron_epp.tools.report.gantt import save_gantt
-from megatron_epp.tools.report.page.data import Shown
-from megatron_epp.tools.report.page.html import save_page
+from megatron_epp.tools.report.page.html import Shown, save_page
 from megatron_epp.tools.report.text import against, format_us, table
 
 _EXAMPLE = """\
@@ -75,10 +62,12 @@ def add_arguments(parser: Parser) -> None:
     run_of_it = "a run of this plan, as training wrote it, to draw next to it (default: none; of a folder, its own)"
     parser.add_argument("--measured", metavar="FILE", help=run_of_it)
     formats = ".html for a page to explore, .png, .svg or .pdf for a Gantt picture, .json for a trace (for ui.perfetto.dev)"
-    add_output(parser, f"{formats}, .txt; without it text on the screen")
+    terminal.add_output(parser, f"{formats}, .txt; without it text on the screen")
     gantt = "write a Gantt picture with the memory of every stage (default: none)"
-    parser.add_argument("--png", type=picture, metavar="FILE", help=gantt)
-    parser.add_argument("--trace", type=output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)")
+    parser.add_argument("--png", type=terminal.picture, metavar="FILE", help=gantt)
+    parser.add_argument(
+        "--trace", type=terminal.output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)"
+    )
     add_width(parser)
 
 
@@ -92,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     shown = _shown(args)
     if len(shown) > 1 and not (outputs and all(map(is_page, outputs))):
         names = ", ".join(view.name for view in shown)
-        raise EppError(f"there are several plans ({names}): name one, or write a page of all with -o page{PAGE}")
+        raise EppError(f"there are several plans ({names}): name one, or write a page of all with -o page{terminal.PAGE}")
     first = shown[0]
     if args.lowered:
         say(to_grid(lower(first.plan)).rstrip())
@@ -124,7 +113,6 @@ def _prove(paths: list[str]) -> int:
 
 
 def _tell_times(paths: list[str]) -> int:
-    """Simulate a plan and print the times and the peak of each rank."""
     if len(paths) > 1:
         raise EppError(f"there are several plans ({', '.join(paths)}): simulate one")
     timeline = simulate(_load_sound(paths[0]))
@@ -145,12 +133,14 @@ def _write(path: str, shown: list[Shown], args: argparse.Namespace) -> None:
         save_trace(first.plan, path, first.measured)
     elif is_page(path):
         save_page(shown, path)
-    elif suffix in PICTURES:
+    elif suffix in terminal.PICTURES:
         save_gantt(first.plan, path, first.measured)
     elif suffix == ".txt":
         write_text(path, _text(first, args) + "\n")
     else:
-        raise EppError(f"--output {path}: unknown suffix {suffix!r}; use {', '.join((PAGE, *PICTURES))}, .json or .txt")
+        raise EppError(
+            f"--output {path}: unknown suffix {suffix!r}; use {', '.join((terminal.PAGE, *terminal.PICTURES))}, .json or .txt"
+        )
 
 
 def _text(shown: Shown, args: argparse.Namespace) -> str:
@@ -159,7 +149,6 @@ def _text(shown: Shown, args: argparse.Namespace) -> str:
 
 
 def _shown(args: argparse.Namespace) -> list[Shown]:
-    """Load the plans and the run that the flags name, and all traced iterations of the named folders."""
     if args.measured and (len(args.plans) > 1 or Path(args.plans[0]).is_dir()):
         raise EppError(f"--measured {args.measured} is a run of one plan: name that plan alone, and no folder")
     views: list[Shown] = []
@@ -169,7 +158,6 @@ def _shown(args: argparse.Namespace) -> list[Shown]:
 
 
 def _of_folder(path: Path) -> list[Shown]:
-    """Load the plans and runs of all traced iterations of a training."""
     plans = sorted(path.glob("plan*.json"), key=lambda path_of_plan: (len(path_of_plan.name), path_of_plan.name))
     if not plans:
         raise PlanError(f"{path} has no plan.json: a training run writes it with --epp-report-dir and --epp-trace ITERATION")
@@ -187,15 +175,12 @@ def _load(path: Path, measured_path: Path | None) -> Shown:
 
 
 class _Proven(NamedTuple):
-    """Contents of a file to prove."""
-
     plan: Plan  # of the file, or as which a table is read
     launches: Rows | None = None  # that a table has itself; None if lowering adds them
     is_table: bool = False  # the file is a table of another system
 
 
 def _read(path: str) -> _Proven:
-    """Load a plan, or a table of another system as one."""
     with naming_file(path, PlanError):
         text = read_text(path)
         if text[:1] == "{":  # most plans are large

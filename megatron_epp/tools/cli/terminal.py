@@ -149,10 +149,9 @@ def picture(text: str) -> str:
 
 
 def picture_or_page(text: str) -> str:
-    if Path(text).suffix.lower() not in (*PICTURES, PAGE):
-        raise argparse.ArgumentTypeError(
-            f"{text}: the name ends in {PAGE} for a page, or in {', '.join(PICTURES)} for a picture"
-        )
+    if not is_page(text) and Path(text).suffix.lower() not in PICTURES:
+        why = f"{text}: the name ends in {PAGE} for a page, or in {', '.join(PICTURES)} for a picture"
+        raise argparse.ArgumentTypeError(why)
     return text
 
 
@@ -180,12 +179,12 @@ def unusable(folder: Path) -> str:
 
 def say(text: str = "", end: str = "\n", *, flush: bool = False) -> None:
     """Print lines on stdout. Characters that its encoding lacks are escaped; if its reader is gone, the rest is dropped."""
-    _write(sys.stdout, _lines(text) + end, flush)
+    _write(sys.stdout, text + end, flush)
 
 
 def tell(text: str) -> None:
     """Print lines on stderr, where progress and errors go."""
-    _write(sys.stderr, _lines(text) + "\n", flush=True)
+    _write(sys.stderr, text + "\n", flush=True)
 
 
 def tell_error(text: str) -> None:
@@ -222,14 +221,10 @@ def latest_message(name: str) -> Iterator[Callable[[], str]]:
         logger.removeHandler(handler)
 
 
-def _lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))
-
-
 def _write(stream: TextIO | None, text: str, flush: bool) -> None:
     if stream is None:  # the shell has closed it
         return
-    encoding = getattr(stream, "encoding", None) or "utf-8"
+    encoding, text = getattr(stream, "encoding", None) or "utf-8", "\n".join(map(printable, text.split("\n")))
     try:
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         if flush:
@@ -243,13 +238,13 @@ def _write(stream: TextIO | None, text: str, flush: bool) -> None:
 
 
 def _report(what: str, detail: Callable[[], str], done: threading.Event) -> None:
-    start, terminal, has_printed = time.monotonic(), sys.stderr.isatty(), False
-    wait_s = PATIENCE_S
+    start, wait_s, wiped = time.monotonic(), PATIENCE_S, ""
+    clear, end, every_s = ("\r\033[K", "", _TERMINAL_EVERY_S) if sys.stderr.isatty() else ("", "\n", _LOG_EVERY_S)
     while not done.wait(wait_s):
         parts = [what, f"{time.monotonic() - start:.0f} s", *filter(None, [detail()])]
-        sys.stderr.write(("\r\033[K" if terminal else "") + printable(", ".join(parts)) + ("" if terminal else "\n"))
+        sys.stderr.write(clear + printable(", ".join(parts)) + end)
         sys.stderr.flush()
-        has_printed, wait_s = True, _TERMINAL_EVERY_S if terminal else _LOG_EVERY_S
-    if has_printed and terminal:
-        sys.stderr.write("\r\033[K")
+        wait_s, wiped = every_s, clear
+    if wiped:
+        sys.stderr.write(wiped)
         sys.stderr.flush()

@@ -19,7 +19,7 @@ from megatron_epp.plan.reading import naming_file
 from megatron_epp.plan.yaml_files import find
 from megatron_epp.tools.cli.terminal import Command, Parser, progress, say, tell
 from megatron_epp.tools.launch.command import command_of, exports, save_run, variables_of
-from megatron_epp.tools.launch.short_log import LOG_VARIABLE
+from megatron_epp.tools.launch.torchrun import LOG_VARIABLE
 
 _EXAMPLE = """\
 example: two iterations of a tiny model on two CPU processes

@@ -21,9 +21,8 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.sizing import loss_workspace_bytes
 from megatron_epp.tools.formulas.device import least_working_bytes_per_token, shard_bytes
 from megatron_epp.tools.formulas.hardware import Rates
-from megatron_epp.tools.formulas.model_shape import Exchange, ModelShape
+from megatron_epp.tools.formulas.model_shape import RECURRENT, Exchange, ModelShape, RecurrentShape
 from megatron_epp.tools.formulas.profile import ModelPart, Profile, mean_of, mlp_of
-from megatron_epp.tools.formulas.recurrent import RECURRENT, RecurrentShape
 
 MICROSECONDS = 1e6
 
@@ -44,14 +43,14 @@ _OF_SHAPE = (
 
 
 def analytic_costs(
-    shape: ModelShape, rates: Rates, layers_per_stage: Sequence[float], *, state_bytes_per_parameter: float = 18.0
+    shape: ModelShape, rates: Rates, layers_per_stage: Sequence[int], *, state_bytes_per_parameter: float = 18.0
 ) -> PipelineCosts:
     """Costs of a pipeline by formula. The first stage embeds; the last has the final norm, the logits and the loss.
 
     Args:
         shape: of the model; `formulas.library.shape_of` makes one of Megatron's flags.
         rates: of the devices, as `formulas.H100`.
-        layers_per_stage: layers of each stage, in multiples of a half; their sum must be the model's.
+        layers_per_stage: layers of each stage; their sum must be the model's.
         state_bytes_per_parameter: bytes of a parameter's weight, gradient and optimizer state (`Profile.costs`).
 
     Raises:
@@ -238,7 +237,6 @@ def _attention_part(shape: ModelShape, rates: Rates) -> ModelPart:
 
 
 def _mixer_layer(shape: ModelShape, rates: Rates) -> ModelPart:
-    """Costs of a layer of a hybrid model that has no MLP."""
     part, hidden = _attention_part(shape, rates), shape.hidden_bytes_per_token
     kept_output = NO_TIME if isinstance(shape, RecurrentShape) else _core_attention(shape, rates)[0]
     modes = {
@@ -312,7 +310,6 @@ def _layer_products(shape: ModelShape, parameters_per_token: float, rates: Rates
 
 
 def _linear(parameters_per_token: float, rates: Rates) -> LinearTime:
-    """Time of matrix products that use the given number of parameters once per token."""
     per_token_us = MICROSECONDS * 2 * parameters_per_token / rates.linear_flops
     return LinearTime(rates.saturation_tokens * per_token_us, per_token_us)
 

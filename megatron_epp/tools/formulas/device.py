@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.cost.blocks import ATTENTION, HEAD, LAYER, MLP, PREDICTION
+from megatron_epp.cost.blocks import HEAD, LAYER, PREDICTION
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.output_layer import ShardBytes
@@ -40,7 +40,7 @@ def on_device(
         working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
         if running:
             working = max(working + uncast_bytes_per_token, least_working_bytes_per_token)
-        stage = stage.changed(LAYER, ATTENTION, MLP, PREDICTION, working_bytes_per_token=working)
+        stage = stage.changed(LAYER, PREDICTION, working_bytes_per_token=working)
         for head in (block for block in stage.ends if block.kind == HEAD and not block.workspace_bytes):
             stage = stage.changed(HEAD, working_bytes_per_token=head.bytes_per_token / 2)
         stages.append(replace(stage, static=static))

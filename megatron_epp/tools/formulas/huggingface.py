@@ -116,7 +116,6 @@ def count(config: Config) -> Flags:
 
 
 def heads(config: Config) -> Flags:
-    """Read query heads, and the heads of keys and values that they share."""
     queries, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     groups = config.size("num_key_value_heads", default=queries)
     if queries % groups:
@@ -149,7 +148,6 @@ def rotation(config: Config) -> Flags:
 
 
 def gated_mlp(config: Config) -> Flags:
-    """Read an MLP of two input projections."""
     act = config.get("hidden_act") or "silu"
     if act != "silu":
         raise EppError(f"hidden_act is {brief(act)}; only silu, of a gated MLP, is known")
@@ -160,7 +158,6 @@ def gated_mlp(config: Config) -> Flags:
 
 
 def experts(config: Config) -> Flags:
-    """Read the experts of a layer, how a token is routed to them, and which layers have them."""
     number_of = config.size("num_experts", "num_local_experts", "n_routed_experts")
     passed = config.size("num_experts_per_tok")
     if passed > number_of:
@@ -186,7 +183,6 @@ def _shared_expert(config: Config) -> Flags:
 
 
 def _expert_layers(config: Config) -> Flags:
-    """Read which layers have experts; all do if the config does not say."""
     layers, dense = config.size("num_hidden_layers"), config.size("first_k_dense_replace", default=0, least=0)
     only, every = config.get("mlp_only_layers") or [], config.size("decoder_sparse_step", default=1)
     if dense > layers:
@@ -198,7 +194,6 @@ def _expert_layers(config: Config) -> Flags:
 
 
 def runs(values: Sequence[int]) -> str:
-    """Write numbers as Megatron reads them, equal neighbours together: ``([0]*3+[1]*58)``."""
     return f"({'+'.join(f'[{value}]*{len(list(equal))}' for value, equal in groupby(values))})"
 
 
@@ -222,7 +217,6 @@ def sigmoid_router(config: Config) -> Flags:
 
 
 def latents(config: Config) -> Flags:
-    """Read multi-latent attention: ranks of what queries, keys and values are made from, and widths of a head."""
     flags: Flags = {
         "multi_latent_attention": True,
         "num_attention_heads": config.size("num_attention_heads"),
@@ -328,7 +322,6 @@ SYMBOLS = {
 
 
 def hybrid(config: Config) -> Flags:
-    """Read a pattern of Mamba-2, attention, MLP and expert layers."""
     pattern: Sequence[str] = config.get("hybrid_override_pattern") or config.layers("layers_block_type", "layer_types")
     if not pattern:
         raise EppError("there is no hybrid_override_pattern or layers_block_type")

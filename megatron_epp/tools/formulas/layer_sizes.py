@@ -171,7 +171,7 @@ class LayerSizes:
     # attention.
     mixers: str = "*"
     is_hybrid: bool = False  # a layer is such a part alone, and has no MLP or experts besides
-    delta: DeltaNet | None = None  # gated delta net of the layers that have one (`recurrent.RecurrentShape`)
+    delta: DeltaNet | None = None  # gated delta net of the layers that have one (`model_shape.RecurrentShape`)
     mamba: StateSpace | None = None  # Mamba-2 mixer of the layers that have one
     vocab_size: int  # after padding
     gated_mlp: bool = True  # two input projections (SwiGLU) instead of one

@@ -295,7 +295,6 @@ def mixers_of(flags: Mapping[str, Any]) -> str:
 
 
 def delta_net(flags: Mapping[str, Any]) -> DeltaNet:
-    """Return the sizes of a model's gated delta nets. Raises `EppError` if key heads do not divide heads of values."""
     net = DeltaNet(
         key_heads=_whole(flags, "linear_num_key_heads", 16),
         key_channels=_whole(flags, "linear_key_head_dim", 128),

@@ -1,12 +1,12 @@
-"""Shape of a GPT, and the bytes and exchanges per layer and token that follow from it on one rank."""
+"""Shape of a GPT, and the bytes and exchanges per layer and token that follow from it on one rank; layers with a recurrence."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Self
 
 from megatron_epp.plan.flags import ALLTOALL
-from megatron_epp.tools.formulas.layer_sizes import LayerSizes
+from megatron_epp.tools.formulas.layer_sizes import DeltaNet, LayerSizes, StateSpace
 
 
 class Exchange(NamedTuple):
@@ -271,3 +271,49 @@ class ModelShape(LayerSizes):
     def neighbours(self) -> int:
         """Number of neighbouring devices among which a layer is shared, also experts over ranks of several replicas."""
         return max(self.ranks, self.expert_parallel * self.ranks_of_an_expert if self.num_experts else 1)
+
+
+RECURRENT = {"G": "delta", "M": "mamba"}  # fields with the sizes of recurrences, by the symbols of `ModelShape.mixers`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentShape(ModelShape):
+    """Properties of the layers of a `ModelShape` that have a recurrence, in which tokens have no pairs."""
+
+    net: DeltaNet | StateSpace
+
+    @classmethod
+    def of(cls, shape: ModelShape, symbol: str) -> Self:
+        own = {field.name: getattr(shape, field.name) for field in fields(ModelShape)}
+        return cls(net=getattr(shape, RECURRENT[symbol]), **own)
+
+    @property
+    def attention_parameters(self) -> int:
+        return self.net.parameters(self.hidden_size)
+
+    @property
+    def widest_projection(self) -> int:
+        return self.hidden_size * self.net.projected_width
+
+    @property
+    def mixer_linear_width(self) -> int:
+        return self.net.projected_width + self.net.value_width
+
+    @property
+    def attention_result_bytes_per_token(self) -> float:
+        """0: where layers keep attention's output and recompute the rest, a recurrence runs again."""
+        return 0.0
+
+    @property
+    def _attended_width(self) -> int:
+        return self.net.exchanged_width + self.net.value_width
+
+    @property
+    def mixer_bytes_per_token(self) -> float:
+        return self.net.kept_bytes(self.bytes_per_value) / self.ranks
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes that a slice hands on: the state in fp32, and the last rows ahead of the convolution."""
+        net = self.net
+        return (4 * net.state_size + (net.filter_width - 1) * net.mixed_width * self.bytes_per_value) / self.ranks

@@ -54,7 +54,7 @@ def pipeline_costs_in(file: CostsFile) -> PipelineCosts | None:
 def prior(
     facts: RunFacts,
     file: CostsFile | None,
-    layers: Sequence[float],
+    layers: Sequence[int],
     trained: Sequence[float | None],
     vocabulary_shares: tuple[float, ...] = (),
     has_static: bool = False,
@@ -122,7 +122,7 @@ def profile_for_search(facts: RunFacts, file: CostsFile | None = None) -> Profil
 def costs_of_layout(facts: RunFacts, profile: Profile, layout: Layout) -> PipelineCosts:
     held, replicas = replace(facts.optimizer, trained_share=share_that_trains(facts)), facts.flags["data_parallel_size"]
     costs = profile.costs(layout.layers, optimizer=held, replicas=replicas, vocabulary_shares=layout.vocabulary_shares)
-    return with_device_memory(facts, costs, profile.gradient_buffers(len(layout.halves)))
+    return with_device_memory(facts, costs, profile.gradient_buffers(len(layout.layers)))
 
 
 def sample_of(facts: RunFacts, profile: Profile, asked: LayoutQuestion) -> Sample:
@@ -133,7 +133,6 @@ def sample_of(facts: RunFacts, profile: Profile, asked: LayoutQuestion) -> Sampl
         costs_of=partial(costs_of_layout, facts, profile),
         num_layers=facts.flags["num_layers"],
         options=asked.options,
-        halves=asked.halves,
         placements=asked.placements,
         vocabulary={"off": (False,), "on": (True,), "auto": both}[asked.vocabulary],
     )
@@ -148,7 +147,7 @@ def choose_layout(facts: RunFacts, file: CostsFile | None, asked: LayoutQuestion
             lengths, rank_of = tuple(length for batch in asked.batches for length in batch), first.placement.rank_of
             shards = facts.flags["epp_vocab_parallel"] == "on"
             layers = balanced_layers(profile, sample.num_layers, len(rank_of), lengths, rank_of, shards_vocabulary=shards)
-            first = Layout.of_layers(layers, first.placement)
+            first = Layout(layers, first.placement)
         layouts = [replace(first, shards_vocabulary=shards) for shards in sample.vocabulary]
     if asked.longest:
         whole = replace(facts.changed(epp_loss_block_tokens=0), loss_block_tokens=0)

@@ -21,13 +21,11 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_epp.cost.blocks import (
-    ATTENTION,
     CODEC,
     HANDOVER,
     HEAD,
     INPUT,
     LAYER,
-    MLP,
     PREDICTION,
     BlockCosts,
     PartCosts,
@@ -43,7 +41,7 @@ from megatron_epp.cost.output_layer import ShardBytes, VocabularyShards
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.codec import FileFormat
-from megatron_epp.plan.layout import Layout, halves_of
+from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.sizing import FP32_BYTES
 from megatron_epp.tools.formulas.device import on_device
 from megatron_epp.tools.formulas.hardware import divide
@@ -112,7 +110,7 @@ class Profile:
 
     def costs(
         self,
-        layers_per_stage: Sequence[float],
+        layers_per_stage: Sequence[int],
         *,
         state_bytes_per_parameter: float = 18.0,
         optimizer: OptimizerBytes | None = None,
@@ -121,23 +119,18 @@ class Profile:
     ) -> PipelineCosts:
         """Costs of a pipeline of this model, whose first stage embeds; the last has the head unless ranks have shares of it.
 
-        Layers are whole or with halves: ``[2.5, 1.5]`` cuts the third. Without an `optimizer`, 18 bytes of a parameter are
-        those of bf16 Adam with fp32 gradients and master weights; with a distributed optimizer over d ranks these are 6 + 12 /
-        d. `replicas` matter if devices share a link to the host. Raises `EppError` if there is no stage, or layers are negative
-        or no multiple of a half.
+        Without an `optimizer`, 18 bytes of a parameter are those of bf16 Adam with fp32 gradients and master weights; with a
+        distributed optimizer over d ranks these are 6 + 12 / d. `replicas` matter if devices share a link to the host. Raises
+        `EppError` if there is no stage, or layers are negative.
         """
         if min(layers_per_stage, default=-1) < 0:
             raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline")
         last = len(layers_per_stage) - 1
-        halves = [*map(halves_of, layers_per_stage)]
         stage_of, stages = cache(self._stage), []
-        for stage, (count, start) in enumerate(zip(halves, accumulate(halves, initial=0), strict=False)):
+        for stage, (count, first) in enumerate(zip(layers_per_stage, accumulate(layers_per_stage, initial=0), strict=False)):
             share = vocabulary_shares[stage] if stage < len(vocabulary_shares) else 0.0
-            begins_with_mlp = start % 2 == 1
-            first = start // 2 + (begins_with_mlp and count % 2)  # whose MLP counts as a whole layer's
-            dense = sum(first <= layer < first + count // 2 for layer in self.dense_layers)
-            half = begins_with_mlp and start // 2 in self.dense_layers
-            kind = count, begins_with_mlp, dense, half, stage == 0, stage == last and not vocabulary_shares, share
+            dense = sum(first <= layer < first + count for layer in self.dense_layers)
+            kind = count, dense, stage == 0, stage == last and not vocabulary_shares, share
             stages.append(stage_of(*kind, optimizer or state_bytes_per_parameter))
         at_once, turns = divide(self.host_sharing, self.stage_ranks * replicas)
         return PipelineCosts(
@@ -161,7 +154,7 @@ class Profile:
         return on_device(
             costs,
             fragmentation_share,
-            buffers=self.gradient_buffers(len(layout.halves)),
+            buffers=self.gradient_buffers(len(layout.layers)),
             exchange_bytes_per_token=self.exchange_bytes_per_token,
             uncast_bytes_per_token=self.uncast_bytes_per_token,
             least_working_bytes_per_token=self.least_working_bytes_per_token,
@@ -216,22 +209,18 @@ class Profile:
 
     def _stage(
         self,
-        halves: int,
-        begins_with_mlp: bool,
+        layers: int,
         dense: int,
-        is_dense_half: bool,
         first: bool,
         last: bool,
         share: float,
         held: OptimizerBytes | float,
     ) -> StageCosts:
-        layers, has_half = divmod(halves, 2)
         layer, dense_layer = self.layer, self.dense_layer or self.layer
         if dense:
             layer = dense_layer if dense == layers else mean_of(layer, dense_layer, dense / layers)
         depths, ahead = (self.predictions, self.prediction) if last else (0, ModelPart())
-        mlp = mlp_of(dense_layer if is_dense_half else self.layer, self.attention)
-        parts = (layers, layer), (depths, ahead), (has_half, mlp if begins_with_mlp else self.attention)
+        parts = (layers, layer), (depths, ahead)
         inside = sum(count * part.parameters for count, part in parts)
         experts = sum(count * part.expert_parameters for count, part in parts)
         reads = first or depths > 0  # tokens ahead are embedded on the last stage
@@ -248,13 +237,7 @@ class Profile:
         )
         attends = {"input_bytes_per_token": self.recomputed_layer_bytes_per_token, "kv": kv}
         most = max(self.layer.bytes_per_token, dense_layer.bytes_per_token) if 0 < dense < layers else None
-        blocks = [_block(LAYER, layer, count=layers, full_bytes_per_token=most, **attends)]
-        if has_half and begins_with_mlp:
-            blocks.insert(0, _block(MLP, mlp))
-        elif has_half:
-            blocks.append(_block(ATTENTION, self.attention, **attends))
-        elif begins_with_mlp and layers:
-            blocks = [replace(blocks[0], first_mlp_bytes_per_token=mlp.bytes_per_token)]
+        blocks = [block_of(LAYER, layer, count=layers, full_bytes_per_token=most, **attends)]
         if isinstance(held, OptimizerBytes):
             of_stage = Parameters(
                 matrices=inside - experts,
@@ -267,11 +250,11 @@ class Profile:
         else:
             static = Static.of(inside + others, held, self.weight_bytes)
         static = replace(static, weights=static.weights + int(inside * self.cast_bytes))
-        received = _block(INPUT, self.embedding if first else ModelPart())
+        received = block_of(INPUT, self.embedding if first else ModelPart())
         received = replace(received, bytes_per_token=self.hidden_bytes_per_token + received.bytes_per_token)
         if depths:
-            blocks.append(_times(_block(PREDICTION, ahead, **attends), depths, count=self.cached_predictions or depths))
-        head = [_times(_block(HEAD, self.head), 1 + depths)] if last else []
+            blocks.append(_times(block_of(PREDICTION, ahead, **attends), depths, count=self.cached_predictions or depths))
+        head = [_times(block_of(HEAD, self.head), 1 + depths)] if last else []
         handed_bytes = self.handed_bytes * sum(block.count for block in blocks if block.kv is not None)
         if handed_bytes:
             blocks.insert(0, BlockCosts(kind=HANDOVER, state_bytes=handed_bytes, state_tokens=self.handed_tokens))
@@ -342,7 +325,7 @@ def _times(block: BlockCosts, number: int, count: int = 1) -> BlockCosts:
     return replace(block, count=count, **lines, **sizes) if number > 1 else replace(block, count=count)
 
 
-def _block(kind: str, part: ModelPart, **more: Any) -> BlockCosts:
+def block_of(kind: str, part: ModelPart, **more: Any) -> BlockCosts:
     of_part: dict[str, Any] = {name: getattr(part, name) for name in _OF_PART}
     return BlockCosts(kind=kind, **of_part | {"weight": part.weight.within(part.backward)} | more)
 

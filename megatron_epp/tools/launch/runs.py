@@ -76,7 +76,6 @@ def tiny_gpt(**changes: Any) -> dict[str, Any]:
 
 
 def pipeline_size(wanted: int) -> int:
-    """Return the wanted size, limited to the number of GPUs unless the machine has none."""
     return min(wanted, count_gpus() or wanted)
 
 

@@ -11,22 +11,13 @@ from dataclasses import dataclass, replace
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.planner import plan
-from megatron_epp.tools.layouts.layout_choice import (
-    MIN_GAIN_SHARE,
-    LayoutChoice,
-    Sample,
-    choose,
-    fastest,
-    gain_of_split,
-    steady,
-)
+from megatron_epp.tools.layouts import layout_choice
+from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample
 from megatron_epp.tools.layouts.rank_work import CostsOf
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The choices for a run, and what they save."""
-
     choice: LayoutChoice  # the layout, which says whether the output layer is divided
     # Share of time that weight gradients as actions of their own save with the layout; 0 if they are not split
     split_gain: float = 0.0
@@ -73,9 +64,9 @@ def settle(
         layouts: the only ones to choose from, the first being that over which gains are computed; none for a search.
         logits: of whole chunks at once, which may be chosen.
     """
-    choice = fastest(layouts, sample) if layouts else choose(sample)
+    choice = layout_choice.fastest(layouts, sample) if layouts else layout_choice.choose(sample)
     opens_weights = opens_weights and sample.num_ranks > 1
-    settled = Settled(choice, gain_of_split(choice, sample, tensor_ranks) if opens_weights else 0.0)
+    settled = Settled(choice, layout_choice.gain_of_split(choice, sample, tensor_ranks) if opens_weights else 0.0)
     return settled if logits is None else replace(settled, logits_gain=_gain_of_logits(settled, sample, logits))
 
 
@@ -85,7 +76,7 @@ def _gain_of_logits(settled: Settled, sample: Sample, logits: WholeLogits) -> fl
     By formula 0.8 to 2.1 % for Qwen3 8B and 30B-A3B, Llama 3 8B and Moonlight: a loss by blocks has one product more.
     """
     costs_of, longest = logits
-    batch, costs, options = settled.choice.batch, costs_of(settled.layout), steady(sample.options)
+    batch, costs, options = settled.choice.batch, costs_of(settled.layout), layout_choice.steady(sample.options)
     options = replace(options, split_weight=options.split_weight or settled.splits_weight)
     try:
         alone = replace(batch, lengths=(longest,), trained=(), loss_groups=(), microbatches=(), spans=())
@@ -94,4 +85,4 @@ def _gain_of_logits(settled: Settled, sample: Sample, logits: WholeLogits) -> fl
     except InfeasibleError:
         return 0.0
     saved = 1 - took_us / (settled.choice.batch_us * (1 - settled.split_gain))
-    return saved if saved >= MIN_GAIN_SHARE else 0.0
+    return saved if saved >= layout_choice.MIN_GAIN_SHARE else 0.0

@@ -8,8 +8,8 @@ away from the rank that is busy longest as long as that helps.
 
 Changed: AdaPtis begins with a known pipeline and changes one of the three where its bubbles are. Here the work of the ranks
 bounds every placement, layers are levelled for each, and the default planner, which orders, recomputes and copies, plans the
-best few. Stages are looped or in a V (`placements_of`), not on any rank, and may begin inside a layer. Batches of a sample of
-unequal sequences stand in place of equal microbatches.
+best few. Stages are looped or in a V (`placements_of`), not on any rank. Batches of a sample of unequal sequences stand in
+place of equal microbatches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner import plan
 from megatron_epp.planner.least import may_fit
 from megatron_epp.tools.layouts.estimates import Estimates
-from megatron_epp.tools.layouts.rank_work import HALF, WHOLE, CostsOf, LayerWork, moved
+from megatron_epp.tools.layouts.rank_work import CostsOf, LayerWork, moved
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,6 @@ class Sample:
     costs_of: CostsOf  # the costs of the model's pipeline with a layout
     num_layers: int  # of the model
     options: Options = field(default_factory=Options)  # of the planner
-    halves: bool = True  # stages may begin inside a layer
     placements: tuple[Placement, ...] = ()  # placements to try, the one of even layers first; empty for all of `placements_of`
     # Whether the output layer may be in shards over the ranks: both are tried, the first with even layers
     vocabulary: tuple[bool, ...] = (False,)
@@ -93,7 +92,7 @@ class Sample:
         """Even layers, on one stage per rank unless another placement is asked for."""
         first = self.tried[0]
         layers = even_layers(self.num_layers, first.num_stages)
-        return Layout.of_layers(layers, first, shards_vocabulary=self.vocabulary[0])
+        return Layout(layers, first, self.vocabulary[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ class LayoutChoice:
 def choose(sample: Sample) -> LayoutChoice:
     """Search for the layout with the least expected makespan under the caps; equal samples give equal layouts.
 
-    Whole layers and one stage per rank are preferred where more saves less than `MIN_GAIN_SHARE`. Raises `InfeasibleError`,
+    One stage per rank is preferred where more saves less than `MIN_GAIN_SHARE`. Raises `InfeasibleError`,
     about even layers, if no layout fits the caps, and `EppError` if there are more ranks than layers.
     """
     return _Search(sample, sample.even).choice()
@@ -127,9 +126,9 @@ class _Search:
 
     def __init__(self, sample: Sample, even: Layout) -> None:
         self.sample, self.even = sample, even
-        self.work = LayerWork.of(sample.problems, sample.costs_of, halves=sample.halves)
+        self.work = LayerWork.of(sample.problems, sample.costs_of)
         self.batches = _typical(sample.problems, self.work.ranks_us(self.even).max(axis=0).tolist())
-        self.floors = LayerWork.of(self.batches, sample.costs_of, halves=sample.halves)
+        self.floors = LayerWork.of(self.batches, sample.costs_of)
         self.options = steady(sample.options)
         self.estimates = Estimates(self.batches, sample.costs_of, self.options, self.floors)
         self.plans: dict[Layout, dict[int, Plan]] = {}
@@ -170,7 +169,7 @@ class _Search:
         middle_us = self.plans[best][self._middle].predicted.makespan_us
         batch = replace(self.batches[self._middle], placement=best.placement.rank_of)
         choice = LayoutChoice(best, self._planned_us(best), bound_us, self._planned_us(self.even), batch, middle_us)
-        text = layers_text(best.halves) + " layers" + ", the vocabulary over all ranks" * best.shards_vocabulary
+        text = layers_text(best.layers) + " layers" + ", the vocabulary over all ranks" * best.shards_vocabulary
         times_ms = choice.makespan_us / 1e3, choice.even_us / 1e3, choice.bound_us / 1e3
         logger.debug("layout: stages of %s, %.1f ms expected, %.1f ms with even layers, bound %.1f ms", text, *times_ms)
         return choice
@@ -179,21 +178,21 @@ class _Search:
         """Return the plainest of the layouts whose plans are within `MIN_GAIN_SHARE` of the fastest."""
         least_us = min(map(self._planned_us, planned))
         close = [layout for layout in planned if self._planned_us(layout) * (1 - MIN_GAIN_SHARE) <= least_us]
-        return min(close, key=lambda layout: (_plainness(layout), layout != self.even, self._planned_us(layout), layout.halves))
+        return min(close, key=lambda layout: (_plainness(layout), layout != self.even, self._planned_us(layout), layout.layers))
 
     def _seeds(self) -> tuple[list[Layout], list[Layout]]:
-        """Layouts of levelled work in whole and half layers: with the placement of even layers, and with others."""
-        seeds, steps = [], (WHOLE, HALF) if self.sample.halves else (WHOLE,)
-        for placement, shards, step in product(self.sample.tried, self.sample.vocabulary, steps):
-            if self.sample.num_layers * WHOLE // step >= placement.num_stages:
-                seeds.append(self.work.spread(self.sample.num_layers, placement, step, shards_vocabulary=shards))
+        """Layouts of levelled work: with the placement of even layers, and with others."""
+        seeds = []
+        for placement, shards in product(self.sample.tried, self.sample.vocabulary):
+            if self.sample.num_layers >= placement.num_stages:
+                seeds.append(self.work.spread(self.sample.num_layers, placement, shards_vocabulary=shards))
         seeds = [layout for layout in dict.fromkeys(seeds) if layout != self.even]
         same = [layout for layout in seeds if layout.placement == self.even.placement]
         return same, [layout for layout in seeds if layout.placement != self.even.placement]
 
     def _improved(self, start: Layout) -> Layout:
         """Move layers away from the rank that is busy longest as long as estimates, with the start's chunks, become less."""
-        best, best_us, step = start, self.estimates.mean_us(start), WHOLE if start.is_whole else HALF
+        best, best_us = start, self.estimates.mean_us(start)
         if math.isinf(best_us):
             return start
         grains = self.estimates.grains(start)
@@ -202,27 +201,27 @@ class _Search:
                 break
             order = self.estimates.by_business(best, grains)
             estimated = []
-            for layout in moved(best, order[-1], step, order[:_TARGET_RANKS]):
+            for layout in moved(best, order[-1], order[:_TARGET_RANKS]):
                 estimate_us = self.estimates.mean_like_us(layout, grains, (1 - _MOVE_GAIN_SHARE) * best_us)
-                estimated.append((estimate_us, layout.halves))
-            least_us, halves = min(estimated, default=(math.inf, best.halves))
+                estimated.append((estimate_us, layout.layers))
+            least_us, layers = min(estimated, default=(math.inf, best.layers))
             if least_us > (1 - _MOVE_GAIN_SHARE) * best_us:
                 break
-            best, best_us = replace(best, halves=halves), least_us
+            best, best_us = replace(best, layers=layers), least_us
         return best
 
     def _alike(self, others: list[Layout], plain: Sequence[Layout]) -> list[Layout]:
         """Return the layouts of other placements whose kind of stages is not clearly slower where even layers are placed.
 
-        Several stages hardly change whether halves of layers, or shards, pay. Estimates of all kinds took a third of the search
-        with 80 layers on 16 ranks, and none of a kind that was slower came to be planned in seven.
+        Several stages hardly change whether shards pay. Estimates of all kinds took a third of the search with 80 layers on 16
+        ranks, and none of a kind that was slower came to be planned in seven.
         """
-        times_us: dict[tuple[bool, bool], float] = {}
+        times_us: dict[bool, float] = {}
         for layout in plain:
-            kind = layout.shards_vocabulary, layout.is_whole
+            kind = layout.shards_vocabulary
             times_us[kind] = min(times_us.get(kind, math.inf), self.estimates.mean_us(layout))
         limit_us = min(times_us.values()) * (1 + _ESTIMATE_EXCESS_SHARE)
-        return [layout for layout in others if times_us.get((layout.shards_vocabulary, layout.is_whole), math.inf) <= limit_us]
+        return [layout for layout in others if times_us.get(layout.shards_vocabulary, math.inf) <= limit_us]
 
     def _nearest(self, others: list[Layout]) -> list[Layout]:
         """Return layouts of other placements to plan: estimated for one batch, and the better half for all."""
@@ -315,10 +314,10 @@ def least_gain_of_split(tensor_ranks: int) -> float:
     return MIN_GAIN_OF_SEVERAL_SHARE if tensor_ranks > 1 else MIN_GAIN_SHARE
 
 
-def _plainness(layout: Layout) -> tuple[int, bool, bool, bool]:
-    """Sort key: few stages per rank, looped, the vocabulary on the last stage, whole layers first."""
+def _plainness(layout: Layout) -> tuple[int, bool, bool]:
+    """Sort key: few stages per rank, looped, the vocabulary on the last stage."""
     placement = layout.placement
-    return placement.num_chunks, not placement.is_looped, layout.shards_vocabulary, not layout.is_whole
+    return placement.num_chunks, not placement.is_looped, layout.shards_vocabulary
 
 
 def _typical(problems: Sequence[Problem], times_us: Sequence[float]) -> tuple[Problem, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,38 +15,30 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Problem
 
-type CostsOf = Callable[[Layout], PipelineCosts]
-"""The costs of a pipeline with a layout."""
-WHOLE, HALF = 2, 1  # half layers that a move between stages takes along
+type CostsOf = Callable[[Layout], PipelineCosts]  # the costs of a pipeline with a layout
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
     """Time of forward and backward of the parts of a model, without the fixed part of a pass, for each of several batches."""
 
-    # attention_us, mlp_us: of the halves of one layer; all layers are alike
-    attention_us: NDArray[np.float64]
-    mlp_us: NDArray[np.float64]
+    layer_us: NDArray[np.float64]  # of one layer; all are alike
     # first_us, last_us: what the first and the last stage do besides their layers; the latter is the output layer's work,
     # which shards divide
     first_us: NDArray[np.float64]
     last_us: NDArray[np.float64]
 
     @staticmethod
-    def of(problems: Sequence[Problem], costs_of: CostsOf, *, halves: bool) -> LayerWork:
-        """Return the work of batches; without `halves` in the costs, both halves of a layer count as equal."""
-        parts = (WHOLE, HALF, HALF, WHOLE) if halves else (WHOLE, WHOLE, WHOLE)
-        costs = costs_of(Layout(parts, Placement("looped", len(parts), 1)))
-        times = np.array([_stages_us(problem, costs) for problem in problems]).T
-        attention, mlp = (times[1], times[2]) if halves else (times[1] / 2, times[1] / 2)
-        return LayerWork(attention, mlp, times[0] - attention - mlp, times[-1] - attention - mlp)
+    def of(problems: Sequence[Problem], costs_of: CostsOf) -> LayerWork:
+        costs = costs_of(Layout((1, 1, 1), Placement("looped", 3, 1)))
+        first, layer, last = np.array([_stages_us(problem, costs) for problem in problems]).T
+        return LayerWork(layer, first - layer, last - layer)
 
     def ranks_us(self, layout: Layout) -> NDArray[np.float64]:
         """Time of every rank's stages, ``[rank][batch]``."""
-        times = np.zeros((layout.placement.num_ranks, len(self.mlp_us)))
-        cuts = pairwise(accumulate(layout.halves, initial=0))
-        for rank, (start, end) in zip(layout.placement.rank_of, cuts, strict=True):
-            times[rank] += ((end + 1) // 2 - (start + 1) // 2) * self.attention_us + (end // 2 - start // 2) * self.mlp_us
+        times = np.zeros((layout.placement.num_ranks, len(self.layer_us)))
+        for rank, count in zip(layout.placement.rank_of, layout.layers, strict=True):
+            times[rank] += count * self.layer_us
         times[0] += self.first_us
         if layout.shards_vocabulary:
             return times + self.last_us / layout.placement.num_ranks
@@ -58,48 +49,47 @@ class LayerWork:
         """Mean over the batches of the busiest rank's time, which no plan beats."""
         return float(self.ranks_us(layout).max(axis=0).mean())
 
-    def spread(self, num_layers: int, placement: Placement, step: int, *, shards_vocabulary: bool = False) -> Layout:
-        """Return a layout that levels the ranks' times, in which every stage has a multiple of `step`: `WHOLE` or `HALF`."""
+    def spread(self, num_layers: int, placement: Placement, *, shards_vocabulary: bool = False) -> Layout:
+        """Return a layout that levels the ranks' times."""
         extra_us = [0.0] * placement.num_stages
         extra_us[0] += float(self.first_us.mean())
         extra_us[-1] += 0.0 if shards_vocabulary else float(self.last_us.mean())
-        unit_us = float((self.attention_us + self.mlp_us).mean()) * step / WHOLE
-        counts = spread_layers(unit_us, extra_us, num_layers * WHOLE // step, placement.rank_of)
-        return self._levelled(Layout(tuple(step * count for count in counts), placement, shards_vocabulary), step)
+        layers = spread_layers(float(self.layer_us.mean()), extra_us, num_layers, placement.rank_of)
+        return self._levelled(Layout(layers, placement, shards_vocabulary))
 
-    def _levelled(self, layout: Layout, step: int) -> Layout:
-        """Move `step` half layers away from the busiest rank as long as that helps."""
+    def _levelled(self, layout: Layout) -> Layout:
+        """Move layers away from the busiest rank as long as that helps."""
         best = self._unevenness(layout)
         while True:
             busiest = int(self.ranks_us(layout).mean(axis=1).argmax())
-            scored = [(self._unevenness(other), other.halves) for other in moved(layout, busiest, step)]
-            score, halves = min(scored, default=(best, layout.halves))
+            scored = [(self._unevenness(other), other.layers) for other in moved(layout, busiest)]
+            score, layers = min(scored, default=(best, layout.layers))
             if score >= best:
                 return layout
-            best, layout = score, replace(layout, halves=halves)
+            best, layout = score, replace(layout, layers=layers)
 
     def _unevenness(self, layout: Layout) -> tuple[float, float]:
         times = self.ranks_us(layout)
         return float(times.max(axis=0).mean()), float((times**2).mean())
 
 
-def moved(layout: Layout, source: int, step: int, targets: Sequence[int] | None = None) -> Iterator[Layout]:
-    """Yield the layouts with `step` half layers less on a stage of one rank, and as many more on a stage of another.
+def moved(layout: Layout, source: int, targets: Sequence[int] | None = None) -> Iterator[Layout]:
+    """Yield the layouts with a layer less on a stage of one rank, and one more on a stage of another.
 
     Only the first and the last stage may end up without layers.
     """
-    last = len(layout.halves) - 1
+    last = len(layout.layers) - 1
     for giver in layout.placement.stages(source):
-        left = layout.halves[giver] - step
+        left = layout.layers[giver] - 1
         if left < 0 or (left == 0 and giver not in (0, last)):
             continue
         for taker, rank in enumerate(layout.placement.rank_of):
             if rank == source or (targets is not None and rank not in targets):
                 continue
-            halves = list(layout.halves)
-            halves[giver] -= step
-            halves[taker] += step
-            yield replace(layout, halves=tuple(halves))
+            layers = list(layout.layers)
+            layers[giver] -= 1
+            layers[taker] += 1
+            yield replace(layout, layers=tuple(layers))
 
 
 def _stages_us(problem: Problem, costs: PipelineCosts) -> list[float]:

@@ -48,8 +48,6 @@ _START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class QueueRun:
-    """A plan that ran to its end on all ranks."""
-
     name: str
     num_messages: int  # messages of one run, over all ranks
     message_bytes: int  # size of the largest

@@ -56,8 +56,6 @@ _OTHER = "#000000"
 
 
 class _Row(NamedTuple):
-    """An iteration to draw: a plan as simulated, or a run of it."""
-
     title: str
     plan: Plan
     boxes: Sequence[Box]

@@ -67,16 +67,15 @@ def calibration(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> list[str]:
-    """Lines with the planner, the pipeline and the batch, the chunks, the predicted figures, and the planner's notes."""
     kinds = Counter(chunk.kind(plan.lengths) for chunk in plan.chunks)
     cut = ", ".join(f"{kinds[kind]} {kind}" for kind in _KINDS if kinds[kind])
     predicted = plan.predicted
     peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True), key=lambda pair: pair[0] / max(pair[1], 1))
     above = predicted.makespan_us / predicted.lower_bound_us - 1 if predicted.lower_bound_us else 0.0
-    mode, layers = ", forward only" * plan.forward_only, sum(plan.num_layers) + sum(plan.half_layers) / 2
+    mode, layers = ", forward only" * plan.forward_only, sum(plan.num_layers)
     return [
         f"plan {digest(plan)[:12]}: planner {printable(plan.planner)}, costs {printable(plan.costs)}, "
-        f"{plan.num_stages} stages on {plan.num_ranks} ranks, {layers:g} layers{mode}",
+        f"{plan.num_stages} stages on {plan.num_ranks} ranks, {layers} layers{mode}",
         f"{batch_text(plan)}, {plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
         f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
         f"bubble {predicted.bubble_fraction:.1%}, recompute {recompute_share(plan):.1%}, "
@@ -120,7 +119,6 @@ def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) 
 
 
 def rank_table(plan: Plan) -> list[str]:
-    """Table with one line per rank: stages, busy time, bubble, peak memory and its cap, layers that recompute."""
     peak_size, peak_unit = byte_unit(max(plan.predicted.peak_bytes))
     rows = []
     for rank in range(plan.num_ranks):
@@ -138,7 +136,7 @@ def uneven_load(plan: Plan) -> list[str]:
     busy = [busy_us(plan, rank) for rank in range(plan.num_ranks)]
     most, least = max(busy), min(busy)
     times = most * len(busy) / sum(busy) if most else 1.0
-    if times < _UNEVEN or len(set(plan.num_layers)) > 1 or plan.half_layers:
+    if times < _UNEVEN or len(set(plan.num_layers)) > 1:
         return []
     line = f"rank {busy.index(most)} computes {times:.2f} times as long as ranks do on average, so they wait in any order"
     layers = plan.num_layers[0] * len(plan.num_layers) // len(busy)

@@ -30,8 +30,7 @@ import torch
 
 from megatron_epp.plan import Op
 from megatron_epp.plan.measured import Measured
-from megatron_epp.tools.cli.first_run.race import figures_of
-from megatron_epp.tools.cli.first_run.training import deviation
+from megatron_epp.tools.cli.first_run.training import deviation, figures_of
 from megatron_epp.tools.launch.runs import TrainingError
 from scripts.bench.frame import RUNS, Bench
 from scripts.bench.gpu.loop import on_ranks

@@ -38,7 +38,7 @@ from scripts.tables import table
 GIB = 1 << 30
 MODEL, CLUSTER, RANKS, LAYERS, STATE_BYTES = "llama3-8b", "h100x8", 8, 32, 7.5
 TIE = 0.005
-USUAL = Layout.of_layers(even_layers(LAYERS, RANKS), Placement("looped", RANKS, 1))
+USUAL = Layout(even_layers(LAYERS, RANKS), Placement("looped", RANKS, 1))
 """One stage per rank."""
 ORDERS: dict[str, tuple[str, int]] = {
     name: (name, entry.fixed.chunks_per_rank or 2) for name, entry in PLANNERS.entries().items() if entry.fixed is not None
@@ -94,7 +94,7 @@ def costs_of(layout: Layout, longest: int, tensor_parallel: int = 1, context_par
     shape = shape_of(load_flags(MODEL) | ranks | {"seq_length": longest})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
     costs = on_device(profile.costs(layout.layers, state_bytes_per_parameter=STATE_BYTES))
-    return layout.costs_of(costs)
+    return layout.costs_of(costs, profile)
 
 
 def plan_of(case: Case, layout: Layout, planner: str, split: bool, offload: bool, overlap: bool = False) -> Plan | None:

@@ -47,7 +47,7 @@ def drawn(seed: int) -> tuple[str, Problem]:
 
 
 def _even(ranks: int) -> Layout:
-    return Layout.of_layers(even_layers(LAYERS, ranks), Placement("looped", ranks, 1))
+    return Layout(even_layers(LAYERS, ranks), Placement("looped", ranks, 1))
 
 
 def ratios(seed: int, orders: Sequence[str] | None = None) -> Figures:

@@ -10,11 +10,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from megatron_epp.contrib.helix.costs import with_separate_attention
+from megatron_epp.contrib.helix.costs import ATTENTION, MLP, with_separate_attention
 from megatron_epp.contrib.helix.helixpipe import HelixLayout
 from megatron_epp.contrib.overlap.joined import JoinedDecisions
 from megatron_epp.contrib.papers.fixed_order import Batch, FixedOrder, as_joined
-from megatron_epp.cost.blocks import ATTENTION, INPUT, LAYER, MLP, BlockCosts, StageCosts
+from megatron_epp.cost.blocks import INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.kv_costs import NO_KV
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime, causal_pairs

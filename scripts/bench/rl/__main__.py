@@ -107,7 +107,7 @@ class Ways:
         shape = shape_of(flags)
         self.case, self.lengths = case, case.drawn(seed)
         layers = even_layers(shape.num_layers, case.stages)
-        self.even = Layout.of_layers(layers, Placement("looped", case.stages, 1))
+        self.even = Layout(layers, Placement("looped", case.stages, 1))
         profile, unblocked = (analytic_profile(own, H100_NODE) for own in (shape, replace(shape, loss_block_tokens=0)))
         self.costs_of = cache(lambda layout: profile.costs(layout.layers))
         self.whole_costs_of = cache(lambda layout: unblocked.costs(layout.layers))

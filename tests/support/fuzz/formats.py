@@ -57,7 +57,7 @@ BATCH = ("--lengths", "300,200", "--stages", "2")
 EVEN = ("--stages", "2", "--layout", "even")
 OPTIONAL = {
     "kv_offload": [[0, 0]], "host_links": [0, 0], "host_cap_bytes": [10**12, 10**12], "message_bytes": [0, 0],
-    "half_layers": [4, 4], "loss_groups": [[0, 1]],
+    "loss_groups": [[0, 1]],
     "context_groups": {"num_ranks": 1, "of_chunk": [[[0, 1, [0]]]], "rank_tokens": [1]},
 }  # fmt: skip
 """Fields that a plan may have, which need not go with its others."""

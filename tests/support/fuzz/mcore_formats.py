@@ -19,8 +19,7 @@ from megatron_epp.cost.kept import KeptCosts, to_state
 from megatron_epp.features.learnt_costs import learnt
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.arguments.yaml_cfg import take_yaml
-from megatron_epp.mcore.data.document_dataset import DocumentDataset
-from megatron_epp.mcore.data.document_file import DocumentFile, check_mask, check_tokens
+from megatron_epp.mcore.data.document_dataset import DocumentDataset, DocumentFile, check_mask, check_tokens
 from megatron_epp.mcore.data.encoders import Encoder, chat_encoder
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.mcore.training import layout_search as layout

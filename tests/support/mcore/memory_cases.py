@@ -30,7 +30,6 @@ SMALL = "--num-layers 4 --global-batch-size 4"  # of what takes long
 TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
 CAPPED = "capped"
-CUT = "a layer cut, some recompute"
 SHARDS = "a large vocabulary in shards"
 FREE = "three slices"
 BLOCKS = "three slices, loss by blocks"
@@ -45,7 +44,7 @@ PIPELINES = {
         BLOCKS: f"{LLAMA} --epp-slices 3 --epp-loss-block-tokens 32",
         "twelve slices in bf16, all in bf16": f"{LLAMA} {SMALL} --bf16 --epp-slices 12 --epp-fp32-kv-gradients off",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
-        CUT: f"{LLAMA} --epp-slices 3 --epp-recompute 1 --epp-layout 4.5,3.5",
+        "uneven layers, some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 1 --epp-layout 5,3",
         "latents, seven slices, some recompute": f"{LATENT} {SMALL} --epp-latents on --epp-slices 7 --epp-recompute 1",
         "multi-token prediction, seven slices, some recompute": f"{LLAMA} --mtp-num-layers 2 --epp-slices 7 --epp-recompute 2",
         "gated delta nets, seven slices, some recompute": f"{DELTA} {SMALL} --epp-slices 7 --epp-recompute 1",
@@ -78,6 +77,5 @@ MORE = {
     "multi-token prediction, weights apart": f"{LLAMA} --mtp-num-layers 2 --epp-slices 3 --epp-split-weight-gradient",
     "multi-token prediction, by blocks": f"{LLAMA} --mtp-num-layers 1 --epp-slices 3 --epp-loss-block-tokens 32",
     "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
-    "a layer cut, weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient --epp-layout 4.5,3.5",
 }
 """More of two ranks, in the set `slow`, besides plans of random batches (`jobs.batches`)."""

@@ -284,7 +284,6 @@ MORE_PREDICTIONS = {
         "tp2 sp pp2", f"{SEVEN} --epp-memory-cap-gb 0.0006 --epp-offload", both=f"{LATENT} --mtp-num-layers 1"
     ),
     "context parallel, experts": case(RANKS, THREE, both="--mtp-num-layers 2", optimizer=OVERLAPPED),
-    "a layer cut": case("pp2", f"{THREE} --epp-layout 2.5,1.5", both="--mtp-num-layers 1"),
     "uneven stages": case("pp2", f"{THREE} --epp-layout 3,1", both="--mtp-num-layers 2"),
     "two stages per rank": case("pp2 looped2 split", MANY, both="--mtp-num-layers 1"),
     "there and back, replicas": case("dp2 pp2 v2", THREE, both="--mtp-num-layers 1", optimizer=OVERLAPPED),
@@ -358,24 +357,15 @@ def _masks() -> list[Row]:
     ]
 
 
-# ---- layouts that cut layers -----------------------------------------------------------------------------------------
+# ---- uneven layouts --------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
-    "context parallel, weights apart": case("cp2 pp2 split", f"{AGAIN} --epp-layout 2.5,1.5"),
-    "there and back": case("pp2 v2", f"{AGAIN} --epp-layout 1.5,1,1,0.5"),
-    "tensor and sequence parallel": case("tp2 sp pp2", f"{AGAIN} --epp-layout 1.5,2.5"),
-    "experts of replicas": case(REPLICAS, f"{AGAIN} --epp-layout 1.5,2.5", optimizer=OVERLAPPED),
-    "four stages": case("pp4", f"{THREE} --epp-layout 0.5,1.5,1,1"),
-    "two stages": case("pp2", f"{AGAIN} --epp-layout 2.5,1.5", "grouped"),
-    "tensor parallel": case("tp2 pp2", f"{AGAIN} --epp-layout 2.5,1.5"),
-    "replicas": case("dp2 pp2", f"{AGAIN} --epp-layout 2.5,1.5", optimizer=OVERLAPPED),
-    "looped": case("pp2 looped2 split", f"{AGAIN} --epp-layout 1.5,1,1,0.5"),
-    "four stages, weights apart": case("pp4 split", f"{AGAIN} --epp-layout 1.5,1,1,0.5", "gpt2"),
-    "whole layers": case("pp2 v2", f"{AGAIN} --epp-layout 2,0,1,1", "gpt2"),
-    "offload": case("pp2", f"{THREE} --epp-memory-cap-gb 0.0006 --epp-offload --epp-layout 2.5,1.5"),
-    "learnt costs": case("pp2", f"{THREE} --epp-costs learn --epp-layout 1.5,2.5"),
+    "a stage without layers": case("pp4", f"{THREE} --epp-layout 0,2,1,1"),
+    "looped": case("pp2 looped2 split", f"{AGAIN} --epp-layout 2,1,1,0"),
+    "there and back": case("pp2 v2", f"{AGAIN} --epp-layout 2,0,1,1", "gpt2"),
+    "learnt costs": case("pp2", f"{THREE} --epp-costs learn --epp-layout 1,3"),
 }
-"""Rows of the set `slow`; in the default set the first four have an output layer in shards, too (`CUT_SHARDS`)."""
+"""Rows of the set `slow`; in the default set others have an output layer in shards, too (`UNEVEN_SHARDS`)."""
 
 
 _CHOOSING = f"{THREE} --epp-layout auto --epp-vocab-parallel auto --epp-split-weight-gradient auto"
@@ -399,7 +389,7 @@ def _layouts() -> list[Row]:
     chosen = _of_layers("chosen", CHOSEN, slow=[*CHOSEN][2:])
     cut = [
         Row(
-            name=f"cut layers: {name}, {LONG}", case=own, check=functools.partial(_check_layout, own.cell.split),
+            name=f"uneven layers: {name}, {LONG}", case=own, check=functools.partial(_check_layout, own.cell.split),
             iterations=LONG, batch=BATCH, is_slow=True,
         )
         for name, own in LAYOUTS.items()
@@ -416,14 +406,14 @@ VOCABULARIES = {
     "four ranks, tied, uneven": case("pp4", _SHARDS, "gpt2", both=f"{_UNEVEN} --clip-grad 0.05"),
     "tied, by blocks, masked": case("pp2", f"{_SHARDS} --epp-loss-block-tokens 5", "gpt2"),
 }
-_CUT_SHARDS = "--epp-vocab-parallel on --epp-slices 3 --epp-recompute 1"
-CUT_SHARDS = {
-    "context parallel, weights apart, tied": case("cp2 pp2 split", f"{_CUT_SHARDS} --epp-layout 2.5,1.5", "gpt2"),
-    "there and back, tied": case("pp2 v2", f"{_CUT_SHARDS} --epp-layout 1.5,1,1,0.5", "gpt2"),
+_UNEVEN_SHARDS = "--epp-vocab-parallel on --epp-slices 3 --epp-recompute 1"
+UNEVEN_SHARDS = {
+    "context parallel, weights apart, tied": case("cp2 pp2 split", f"{_UNEVEN_SHARDS} --epp-layout 1,3", "gpt2"),
+    "there and back, tied": case("pp2 v2", f"{_UNEVEN_SHARDS} --epp-layout 2,1,1,0", "gpt2"),
     "tensor and sequence parallel, windows and sinks": case(
-        "tp2 sp pp2", f"{_CUT_SHARDS} --epp-layout 1.5,2.5", both="--window-size 30,0 --softmax-type learnable"
+        "tp2 sp pp2", f"{_UNEVEN_SHARDS} --epp-layout 1,3", both="--window-size 30,0 --softmax-type learnable"
     ),
-    "experts of replicas, tied": case(REPLICAS, f"{_CUT_SHARDS} --epp-layout 1.5,2.5", "gpt2", optimizer=OVERLAPPED),
+    "experts of replicas, tied": case(REPLICAS, f"{_UNEVEN_SHARDS} --epp-layout 1,3", "gpt2", optimizer=OVERLAPPED),
 }
 _FUSED = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
 MORE_VOCABULARIES = {
@@ -447,7 +437,7 @@ MORE_VOCABULARIES = {
     "four ranks, uneven": case("pp4", _SHARDS, "learned", both=_UNEVEN),
     "replicas": case("dp2 pp2", _SHARDS, optimizer=OVERLAPPED),
     "experts": case(REPLICAS, _SHARDS, optimizer=OVERLAPPED),
-    "cut layers": case("pp2", f"{_SHARDS} --epp-layout 2.5,1.5 --epp-recompute 1"),
+    "uneven layers": case("pp2", f"{_SHARDS} --epp-layout 3,1 --epp-recompute 1"),
     "weights apart": case("pp2 split", _SHARDS),
     "weights apart, looped, tied": case("pp2 looped2 split", _SHARDS, "gpt2"),
     "offload": case("pp2", f"{_SHARDS} --epp-memory-cap-gb 0.0006 --epp-offload"),
@@ -483,14 +473,14 @@ def _vocabularies(iterations: int, cases: dict[str, Case]) -> list[Row]:
     ]  # fmt: skip
 
 
-def _check_cut_shards(splits: bool, figures: Figures, folder: Path) -> None:
+def _check_uneven_shards(splits: bool, figures: Figures, folder: Path) -> None:
     _check_layout(splits, figures, folder)
     _check_shards(splits, False, True, figures, folder)
 
 
-def _cut_shards() -> list[Row]:
-    checks = {name: functools.partial(_check_cut_shards, own.cell.split) for name, own in CUT_SHARDS.items()}
-    return [Row(name=f"cut layers, vocabulary: {name}", case=own, check=checks[name]) for name, own in CUT_SHARDS.items()]
+def _uneven_shards() -> list[Row]:
+    checks = {name: functools.partial(_check_uneven_shards, own.cell.split) for name, own in UNEVEN_SHARDS.items()}
+    return [Row(name=f"uneven layers, vocabulary: {name}", case=own, check=checks[name]) for name, own in UNEVEN_SHARDS.items()]
 
 
 # ---- hybrid models ---------------------------------------------------------------------------------------------------
@@ -542,7 +532,7 @@ WINDOWS = {
         "pp2 v2 split", AGAIN, both="--window-size 5,0 --window-attn-skip-freq 3 --softmax-type learnable"
     )  # which loads weights that stock has saved
 }
-"""Tensor-parallel ranks have them in `CUT_SHARDS`, context-parallel ones in `UNEVEN_HEADS`."""
+"""Tensor-parallel ranks have them in `UNEVEN_SHARDS`, context-parallel ones in `UNEVEN_HEADS`."""
 
 
 def _of_layers(kind: str, cases: dict[str, Case], slow: Collection[str] = (), check: Check | None = None) -> list[Row]:
@@ -650,7 +640,7 @@ MORE_FROZEN = (
     ("last", "pp2", _TIGHT, ""), ("last", "pp2 split", THREE, ""), ("last", "pp4 split", THREE, ""),
     ("last", "pp2 looped2", _AGAIN, ""), ("later", _BACK, "--epp-slices 4", ""),
     ("last", "cp2 pp2", f"{THREE} --epp-costs learn", ""),
-    ("later", "pp2", "--epp-layout 2.5,1.5 --epp-slices 3 --epp-recompute 1", ""), ("first", "pp2 split", _AGAIN, ""),
+    ("later", "pp2", "--epp-layout 3,1 --epp-slices 3 --epp-recompute 1", ""), ("first", "pp2 split", _AGAIN, ""),
     ("head", "pp2", _AGAIN, ""), ("head", "pp2 split", THREE, "--mtp-num-layers 1"), ("layers", "tp2 sp pp2 split", THREE, ""),
 )  # fmt: skip
 
@@ -691,7 +681,7 @@ def _learnt() -> list[Row]:
 
 ROWS = (
     *_cuts(ITERATIONS, CASES), *KINDS, *_routers(), *_latents(), *_predictions(), *_latent_predictions(), *_masks(),
-    *_vocabularies(2, VOCABULARIES), *_cut_shards(), _HYBRID_EXPERTS,
+    *_vocabularies(2, VOCABULARIES), *_uneven_shards(), _HYBRID_EXPERTS,
     *_of_layers("Mamba-2 and gated delta nets", STATES, slow=("two stages, weights apart",)), *_hybrid_predictions(),
     *_of_layers("windows and sinks", WINDOWS), *_uneven_heads(), *_long_of_layers(), *_flex(), _HYBRID_LATENTS, *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),

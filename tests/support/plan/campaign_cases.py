@@ -134,20 +134,13 @@ def lengths_of(draw: random.Random) -> tuple[int, ...]:
 
 
 def costs_of(draw: random.Random, placement: Placement) -> PipelineCosts:
-    """Costs of stages with whole and half layers, or none; with the vocabulary on the last stage or in shards, some of zero."""
+    """Costs of stages with layers, or without; with the vocabulary on the last stage or in shards, some of zero."""
     stages, ranks = placement.num_stages, placement.num_ranks
-    layers: list[float] = [float(draw.choice([1, 2, 2, 3, 4])) for _ in range(stages)]
-    if draw.random() < 0.3:  # ends inside layers: a half there, the other half behind it
-        for stage in range(stages - 1):
-            if draw.random() < 0.5:
-                layers[stage] += 0.5
-                layers[stage + 1] += 0.5 if layers[stage + 1] == int(layers[stage + 1]) else -0.5
-    elif stages > 1 and draw.random() < 0.25:
-        layers[draw.randrange(stages)] = 0.0
-    if sum(layers) % 1:
-        layers[-1] += 0.5
+    layers = [draw.choice([1, 2, 2, 3, 4]) for _ in range(stages)]
+    if stages > 1 and draw.random() < 0.25:
+        layers[draw.randrange(stages)] = 0
     shape = ModelShape(
-        num_layers=int(sum(layers)),
+        num_layers=sum(layers),
         hidden_size=HIDDEN,
         ffn_hidden_size=draw.choice([512, 1024]),
         num_attention_heads=HEADS,

@@ -27,7 +27,7 @@ ADAM = "--optimizer adam --adam-eps 1e-2 --lr 1e-3"
 WINDOWS = "--window-size 9,0 --window-attn-skip-freq"
 BY_DEFAULT = {
     "slices, some recompute": case("pp2", "--epp-slices 3 --epp-recompute 1"),
-    "weights apart, half layers": case("pp2 split", "--epp-slices 3 --epp-layout 2.5,1.5", "grouped"),
+    "weights apart, uneven layers": case("pp2 split", "--epp-slices 3 --epp-layout 3,1", "grouped"),
     "tensor and sequence parallel": case(SHARED, "--epp-slices 3", "gpt2"),
     "experts with grouped products": case(EXPERTS, "--epp-slices 3", both=GROUPED, optimizer=OVERLAPPED),
     "latents, offload, weights apart": case("pp2 split", f"{CAPPED} --epp-offload --epp-latents on", both=LATENT),
@@ -45,7 +45,6 @@ MORE = {
     "there and back": case(BACK, "--epp-slices 3 --epp-recompute 1"),
     "there and back, weights apart": case(f"{BACK} split", "--epp-slices 4"),
     "looped": case("pp2 looped2", "--epp-slices 3"),
-    "half layers": case("pp2", "--epp-slices 3 --epp-layout 1.5,2.5 --epp-recompute 1"),
     "tensor parallel": case("tp2 pp2", "--epp-slices 3"),
     "sequence parallel, weights apart": case(f"{SHARED} split", "--epp-slices 3"),
     "context parallel": case("cp2", "--epp-slices 3"),

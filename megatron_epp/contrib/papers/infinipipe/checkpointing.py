@@ -160,18 +160,12 @@ def _live_bytes(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, lis
 def _at_ends(tables: Tables, p: int, c: int) -> tuple[int, int]:
     """Compute the peak bytes of a backward at its first and its last layer, where whole layers are the only mode.
 
-    Args:
-        tables: sizes of the chunks in bytes.
-
-    Returns:
-        the most above the live bytes when the backward starts, at the layer that it comes to first, where a layer that
-        recomputes adds what it saves; and the most at the layer that it comes to last, of the chunk and what it makes, whatever
-        was recomputed.
+    The first is above the live bytes when the backward starts, where a layer that recomputes adds what it saves; the last is of
+    the chunk and what it makes, whatever was recomputed.
     """
     passes, num_layers = tables.passes[p], tables.num_layers[p]
     sizes = BackwardBytes(*(int(column[c]) for column in passes.backward()))
-    rise = max(sizes.peak - sizes.activations, sizes.at_half)
-    first = sizes.constant + sizes.reached + rise + sizes.first_mlp * (num_layers > 1)
+    first = sizes.constant + sizes.reached + max(sizes.peak - sizes.activations, sizes.behind)
     return first, int(passes.activation[c]) + first - max(0, num_layers - 1) * (sizes.activations + sizes.gone)
 
 

@@ -18,11 +18,9 @@ from megatron_epp.plan.reading import nearest
 from megatron_epp.plan.writing import write_text
 from megatron_epp.plan.yaml_files import shipped
 from megatron_epp.tools.cli.first_run import checks
-from megatron_epp.tools.cli.first_run.gain import gain
-from megatron_epp.tools.cli.first_run.launch import read_launch
-from megatron_epp.tools.cli.first_run.outcome import FAILED, REDUCED, MachineCheck, Outcome, Setting, verdict
-from megatron_epp.tools.cli.first_run.race import race
-from megatron_epp.tools.cli.first_run.training import parity
+from megatron_epp.tools.cli.first_run.checks import gain
+from megatron_epp.tools.cli.first_run.launch import FAILED, REDUCED, MachineCheck, Outcome, Setting, read_launch, verdict
+from megatron_epp.tools.cli.first_run.training import parity, race
 from megatron_epp.tools.cli.lengths import SOURCES
 from megatron_epp.tools.cli.terminal import Command, Parser, output_folder, progress, say
 from megatron_epp.tools.cli.train import quietly

@@ -1,14 +1,23 @@
-"""Steps that need no training: the machine's software, links and queues."""
+"""Steps without a training: software, links and queues, and plans against Megatron's own schedule at the user's sizes."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 from dataclasses import asdict, replace
 
-from megatron_epp.plan.units import format_bytes
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.units import format_bytes, format_gib
+from megatron_epp.planner import Options
+from megatron_epp.tools.advice.causes import Stock
+from megatron_epp.tools.advice.judge import Judged, choices_of, exactly, shares_by_work
+from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.cli.doctor import PROBLEM, WARNING, look
 from megatron_epp.tools.cli.doctor import text as doctor_text
-from megatron_epp.tools.cli.first_run.outcome import SKIPPED, Outcome, Setting
+from megatron_epp.tools.cli.first_run.launch import PASSED, SKIPPED, Outcome, Setting, StockLaunch
+from megatron_epp.tools.cli.lengths import limited, read_lengths
+from megatron_epp.tools.cli.planning_flags import cap_of
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.report.text import format_us, table
 
@@ -54,3 +63,93 @@ def links(setting: Setting) -> Outcome:
     todo = f"messages are mixed up ({', '.join(timed.name for timed in wrong)}): send this report, and do not train"
     figures = {"messages": [point._asdict() for point in points], "plans": [*map(asdict, runs)]}
     return Outcome.judged(not wrong, lines, todo, figures)
+
+
+_NOTICED = 1.03  # smallest gain that is not called a tie
+_NOT_SUBTRACTED = "what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
+
+
+def question_of(setting: Setting) -> Question:
+    launch = setting.launch
+    batch = int(launch.flags.get("global_batch_size") or 1)
+    drawn = read_lengths(setting.lengths_from, batch)
+    lengths = limited(drawn, argparse.Namespace(context=launch.context, documents="split"))
+    asked = launch.devices, cap_of(None, setting.cluster), lengths[:batch], launch.context
+    return Question(launch.flags, setting.cluster, *asked, options=Options(context=launch.context))
+
+
+def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
+    flags = launch.flags
+    tensor, context, pipeline, expert = (
+        int(flags.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "context", "pipeline_model", "expert_model")
+    )
+    data = max(1, launch.devices // (tensor * context * pipeline))
+    sharing = int(flags.get("expert_tensor_parallel_size") or tensor)
+    config = Configuration(tensor, context, pipeline, data, expert, sharing if flags.get("num_experts") else 1)
+    return replace(config, layers=question.even_layers(config))
+
+
+def gain(setting: Setting) -> Outcome:
+    """Plan the user's lengths, compare, and end with the lines to change. Raises `InfeasibleError` if no plan fits."""
+    question = question_of(setting)
+    config = configuration_of(question, setting.launch)
+    with progress("planning"):
+        *_, stock = choices_of(question, config, shares_by_work(question, config)).steps(even_only=True)
+        elastic = exactly(question, config)
+    speedup = math.inf if stock is None else stock.step_us / elastic.parts.step_us
+    refused = refusals(setting.launch)
+    lines = [
+        f"{len(question.lengths):,} sequences of {setting.lengths_from}, {question.tokens:,} tokens, the longest "
+        f"{max(question.lengths):,}; {config.name}; costs by formula for {setting.cluster.name}",
+        *_rows(question, stock, elastic),
+        _said(speedup),
+        *[f"not subtracted: {_NOT_SUBTRACTED}"] * bool(refused),
+        *refused,
+        "",
+        "the lines to change in your launch command:",
+        *setting.launch.changes(),
+    ]
+    figures = {
+        "layout": asdict(config),
+        "speedup": speedup if math.isfinite(speedup) else None,
+        "elastic": asdict(elastic.parts) | {"peak_bytes": elastic.peak_bytes},
+        "stock": stock and {"step_us": stock.step_us, "row_tokens": stock.row_tokens, "recompute": stock.recompute},
+        "changes": setting.launch.changes(),
+    }
+    return Outcome(PASSED, tuple(lines), "", figures)
+
+
+def _rows(question: Question, stock: Stock | None, elastic: Judged) -> list[str]:
+
+    def rate(step_us: float) -> list[str]:
+        return [format_us(step_us), f"{1e6 * question.tokens / step_us:,.0f}"]
+
+    fill, own = f"1F1B: does not fit {format_gib(question.cap_bytes)}", ["-", "-"]
+    if stock is not None:
+        fill, own = f"1F1B, packed to {stock.row_tokens:,}, {stock.recompute}", rate(stock.step_us)
+    parts = elastic.parts
+    shares = [f"{part_us / parts.step_us:.1%}" for part_us in (parts.bubble_us, parts.recompute_us)]
+    rows = [[fill, *own, "-", "-", "-"], ["elastic", *rate(parts.step_us), *shares, format_bytes(elastic.peak_bytes)]]
+    return table(("predicted", "step", "tokens/s", "bubble", "recompute", "peak memory"), rows)
+
+
+def _said(speedup: float) -> str:
+    if math.isinf(speedup):
+        return "your sizes do not fit with Megatron's own schedule; with plans they do"
+    even = ", a tie: these lengths are even enough for 1F1B" if speedup < _NOTICED else ""
+    return f"gain: {speedup:.2f}x at your sizes{even}; `megatron-epp advise` tries others"
+
+
+def refusals(launch: StockLaunch) -> list[str]:
+    """Return the other flags, and combinations of flags, that `--epp` refuses."""
+    refused = launch.refused()
+    if not refused:
+        from megatron_epp.mcore import entry
+
+        known, _ = entry.megatron_parser().parse_known_args(launch.elastic_argv())
+        try:
+            entry.check_run(known, launch.devices)
+        except EppError as error:
+            refused = str(error).split("\n")
+    lines = [f"  {line}" for line in refused]
+    return ["", "flags to change besides, as a plan cannot honour them:", *lines] if lines else []

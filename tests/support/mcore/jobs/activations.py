@@ -37,7 +37,7 @@ from megatron_epp.tools.formulas import CPU
 from megatron_epp.tools.formulas.analytic import analytic_profile
 from megatron_epp.tools.formulas.layer_sizes import BLOCK_TOKENS
 from megatron_epp.tools.formulas.library import shape_of
-from megatron_epp.tools.formulas.recurrent import RecurrentShape
+from megatron_epp.tools.formulas.model_shape import RecurrentShape
 from tests.mcore.test_refusals import arguments
 from tests.support.mcore import fla_stand_in
 from tests.support.runtime.allocations import Allocations

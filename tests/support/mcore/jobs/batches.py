@@ -39,9 +39,6 @@ RUNS = {
     "grouped, with dropout": (2, "grouped", "--hidden-dropout 0.1"),
     "grouped in bf16, ten slices": (2, "grouped", "--bf16 --epp-slices 10"),
     "weights apart, there and back": (2, "gpt2", f"{SPLIT} --num-virtual-stages-per-pipeline-rank 2 --epp-placement v"),
-    # Stages that begin and end inside layers; of the second run one does both.
-    "cut layers": (2, "llama", "--epp-layout 4.5,3.5"),
-    "cut layers, weights apart": (2, "gpt2", f"{SPLIT} --epp-placement v --epp-layout 2.5,2,1,2.5"),
 }
 
 

@@ -57,10 +57,8 @@ RUNS = {
     "hybrid": (1, 1, "llama", f"{HYBRID} {LOCAL}"),
     "tensor and sequence parallel": (1, 2, "grouped", f"{LOCAL} {SHARED} --hidden-dropout 0.1"),
     "context parallel": (1, 2, "llama", f"{LOCAL} --context-parallel-size 2"),
-    "cut layers, with dropout": (2, 2, "gpt2", f"{LOCAL} --hidden-dropout 0.1 --epp-layout 2.5,1.5"),
-    "cut layers, there and back": (2, 2, "llama", f"{LOCAL} --epp-placement v --epp-layout 1.5,1,1,0.5"),
 }
-"""One iteration each; of cut layers, stages begin and end inside layers."""
+"""One iteration each."""
 
 
 def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -122,7 +120,7 @@ def by_levels(executor):
 
         def run(self):
             for stage in self.stages.values():  # as another schedule of the model would
-                recompute_by_mode(stage.decoder.layers, range(len(stage.decoder.layers)))
+                recompute_by_mode(stage.decoder.layers)
                 begin_graphs(stage.model)
             states = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
             differ, kernels, peaks, away, plain, miscounted, first = {}, {}, {}, {}, {}, {}, {}

@@ -18,9 +18,9 @@ UNEVEN = "--vocab-size 97 --make-vocab-size-divisible-by 1"
 PLAIN = "--ckpt-format torch_dist"
 STOCK = "--epp-schedule stock"
 CHAINS = {
-    "untied, cut layers": (
+    "untied, other layers": (
         f"{MODELS['llama']} {RESHARDABLE}",
-        ((f"{SHARDS} 2 --epp-layout 1.5,2.5", 2), (STOCK, 1), (f"{SHARDS} 4 --epp-layout 0.5,1.5,1.5,0.5", 4)),
+        ((f"{SHARDS} 2 --epp-layout 1,3", 2), (STOCK, 1), (f"{SHARDS} 4 --epp-layout 0,2,1,1", 4)),
     ),
     "uneven, plain optimizer": (f"{MODELS['llama']} {UNEVEN} {PLAIN}", ((f"{SHARDS} 4", 4), (STOCK, 1), (f"{SHARDS} 2", 2))),
     "tied, uneven": (f"{MODELS['gpt2']} {UNEVEN} {RESHARDABLE}", ((STOCK, 1), (f"{SHARDS} 4", 4), (f"{SHARDS} 2", 2))),
