@@ -8,21 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.mcore.arguments.checks import HONOURED, HONOURED_BY_MEGATRON
 from megatron_epp.mcore.arguments.consequences import IDLE, IMPLIED
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import CONFLICTS, OF_DOCUMENTS
 from megatron_epp.mcore.arguments.rule import OUT, Door, Rule
+from megatron_epp.mcore.arguments.setting_checks import HONOURED, HONOURED_BY_MEGATRON
 from megatron_epp.mcore.arguments.table import EVERYDAY, ROWS
 from megatron_epp.tools.cli import main as cli
 from megatron_epp.tools.cli.terminal import Parser
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 TRAINING, MICROBATCHES = "T", "M"
-OF_MICROBATCHES = HONOURED | HONOURED_BY_MEGATRON | {"epp_costs"}
-"""Settings that apply to a script's own microbatches, of the costs the learnt ones."""
-COMMANDS = {"plan": "P", "compare": "C", "advise": "A", "doctor": "D"}
-"""Letters of the commands that take settings of the table, in the order of their sections."""
+OF_MICROBATCHES = HONOURED | HONOURED_BY_MEGATRON | {"epp_costs"}  # apply to a script's own microbatches, of costs the learnt
+COMMANDS = {"plan": "P", "compare": "C", "advise": "A", "doctor": "D"}  # letters of commands in the order of their sections
 IN_EVERY_COMMAND = "--debug"
 HEAD = """\
 <!-- Written by scripts/write_flags.py from mcore/arguments/table.py and the commands: change those, and run it again. -->
@@ -50,7 +48,7 @@ OF_COMMANDS = f"""\
 
 `megatron-epp plan`, `compare`, `advise` and `doctor --profile` take the settings above, too. Every command takes
 `{IN_EVERY_COMMAND}`, which prints the traceback of an error. {
-    ", ".join(f"`{name}` is `{short.command} --{short.switch}`" for name, short in cli.NAMES.items())
+    ", ".join(f"`{name}` is `{command} --{switch}`" for name, (command, switch, _) in cli.NAMES.items())
 }.
 """
 DEFAULT = re.compile(r"\s*\(default: (.*)\)$")

@@ -17,10 +17,10 @@ from megatron_epp.cost import memory
 from megatron_epp.cost.casts import RECIPES
 from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.losses import ClippedRatio, ClippedValue, Distillation, NextToken, Preference, Reward, SequenceRatio
-from megatron_epp.mcore.arguments.checks import REPLAYS
 from megatron_epp.mcore.arguments.layout import AHEAD
 from megatron_epp.mcore.arguments.refusals import COUNTING, OF_VOCABULARY, PARTING
 from megatron_epp.mcore.arguments.rule import Rule
+from megatron_epp.mcore.arguments.setting_checks import REPLAYS
 from megatron_epp.mcore.model.kinds import KINDS
 from megatron_epp.plan import Plan
 from megatron_epp.plan.flags import flag_words

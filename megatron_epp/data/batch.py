@@ -21,7 +21,7 @@ PADDING_TOKEN = 0
 
 
 class SequenceDataset(Protocol):
-    """Sequences whose `lengths` are known without reading them: the positions each trains, one less than its tokens."""
+    """Sequences whose `lengths` are known without reading them: input tokens, one less than each has in its file."""
 
     lengths: np.ndarray
 
@@ -65,16 +65,11 @@ class LossArrays:
     columns: torch.Tensor
 
     def of_trained(self, shards: Sequence[Sequence[slice]], own: Sequence[slice]) -> TrainedTokens:
-        """Return the inputs of trained tokens, which the mask selects here, where it is known without waiting for a device.
-
-        `shards` are the (padded) tokens of the ranks whose values the loss gets, rank by rank.
-        """
+        """Return the inputs of trained tokens, selected on the CPU; `shards` are (padded) tokens of each rank of the loss."""
         tokens = joined(torch.arange(len(self.weights)), [part for shard in shards for part in shard])
         rows = self.weights[tokens].nonzero()[:, 0]
-        trained, count = tokens[rows], joined(self.counts, own).sum()
-        return TrainedTokens(
-            rows, count, self.weights[trained], self.sequence[trained], self.group[trained], self.columns[:, trained]
-        )
+        at, count = tokens[rows], joined(self.counts, own).sum()
+        return TrainedTokens(rows, count, self.weights[at], self.sequence[at], self.group[at], self.columns[:, at])
 
 
 class TrainedTokens(NamedTuple):
@@ -110,11 +105,7 @@ class ChunkSpan:
 
 
 class InputArrays(NamedTuple):
-    """Inputs of a caller's function for all tokens of a chunk, whatever ranks share them: CPU tensors, and its spans.
-
-    Tokens and positions are int64, as in `ChunkArrays`; each column is float32 ``[padded tokens]`` or ``[padded tokens,
-    width]``, in the order of their names, 0 in padding.
-    """
+    """Inputs of a caller's function for a chunk, CPU tensors: int64 tokens and positions, float32 columns, 0 in padding."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
@@ -132,11 +123,7 @@ OF_TOKENS = InputColumns()  # tokens and their places alone
 
 
 class LossColumns(NamedTuple):
-    """Names of the columns that a loss reads, and how it averages; see `losses.Loss`.
-
-    `widths` has the widths of columns that have several values for every token. `group_problem` says what is wrong with a
-    group, given the columns of its samples; nothing if it is right.
-    """
+    """Names of the columns that a loss reads, and how it averages; see `losses.Loss` for `widths` and `group_problem`."""
 
     names: tuple[str, ...]
     average: Average
@@ -149,10 +136,7 @@ class LossColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrays:
-    """Inputs of the first and the last stage for a chunk: CPU tensors of shape [padded tokens], or of a part of them.
-
-    What a run does not need (`ahead`, `of_loss`, `of_inputs`) is None.
-    """
+    """Inputs of the first and last stage for a chunk, CPU tensors ``[padded tokens]`` or parts; None for what none needs."""
 
     tokens: torch.Tensor
     labels: torch.Tensor  # the token that follows each input, int64 as the inputs are
@@ -232,21 +216,15 @@ class GlobalBatch:
         of_loss: LossColumns | None = None,
         of_inputs: InputColumns = OF_TOKENS,
     ) -> ChunkArrays:
-        """The arrays of any segments of the batch's sequences, one after the other, padded to a multiple of tokens.
-
-        Args:
-            depths: of multi-token prediction; 0 without it.
-            of_inputs: columns are read for a function on the first stage, positions and routes on all stages.
-        """
+        """The arrays of segments, padded to a multiple; `depths` are of prediction, columns for a function of `of_inputs`."""
         chunk = Chunk(tuple(segments))
         num_padded = chunk.padded_tokens(multiple)
         tokens = np.full(num_padded, PADDING_TOKEN, dtype=np.int64)
         labels = np.full(num_padded, PADDING_TOKEN, dtype=np.int64)
         position_ids = np.empty((of_inputs.axes, num_padded), dtype=np.int64)
         loss_mask = np.ones(num_padded, dtype=np.float32)
-        ahead = tuple(
-            np.zeros((depths, num_padded), dtype=kind) for kind in (np.int64, np.int64, np.int64, np.float32, np.float32)
-        )
+        kinds = np.int64, np.int64, np.int64, np.float32, np.float32
+        ahead = tuple(np.zeros((depths, num_padded), dtype=kind) for kind in kinds)
         at = 0
         for sequence, start, end in chunk.segments:
             text, mask = self._read(sequence, start, min(end + depths, self.lengths[sequence]))
@@ -359,9 +337,8 @@ class GlobalBatch:
         return self._counts[sequence]
 
 
-_PICKLED = tuple(
-    column.name for column in fields(GlobalBatch) if column.init and column.name not in ("dataset", "prepared")
-)  # these two are of one process
+_OF_PROCESS = ("dataset", "prepared")
+_PICKLED = tuple(column.name for column in fields(GlobalBatch) if column.init and column.name not in _OF_PROCESS)
 
 
 def restored_batch(values: Mapping[str, Any]) -> GlobalBatch:

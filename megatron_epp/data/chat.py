@@ -66,27 +66,19 @@ class ChatCounts:
     def warnings(self) -> Iterator[str]:
         total = f"of {self.num_answers:,} trained answers"
         for text, count in self.behind.most_common():
-            yield (
-                f"{count:,} {total} end without a stop token, and {text} follows them, which is trained with them: let "
-                "generation stop there"
-            )
+            what = f"end without a stop token, and {text} follows them, which is trained with them"
+            yield f"{count:,} {total} {what}: let generation stop there"
         if self.num_ended:
-            yield (
-                f"{self.num_ended:,} {total} are last and end without a stop token: an end-of-document token "
-                "is added and trained"
-            )
+            added = "an end-of-document token is added and trained"
+            yield f"{self.num_ended:,} {total} are last and end without a stop token: {added}"
         if self.open:
             ends = ", ".join(f"{text!r}" for text, _ in self.open.most_common(_MOST_ENDS))
-            yield (
-                f"{self.open.total():,} {total} end without a stop token (their last tokens: {ends}), so the model does not "
-                "learn to stop: give a chat template that ends answers with a special token of the tokenizer, or make its "
-                "end one"
-            )
+            what = f"end without a stop token (their last tokens: {ends}), so the model does not learn to stop"
+            todo = "give a chat template that ends answers with a special token of the tokenizer, or make its end one"
+            yield f"{self.open.total():,} {total} {what}: {todo}"
         if self.num_headers:
-            yield (
-                f"{self.num_headers:,} {total} have their header, or some of it, inside {{% generation %}}: it is not trained, "
-                "for generation gives it to the model"
-            )
+            why = "it is not trained, for generation gives it to the model"
+            yield f"{self.num_headers:,} {total} have their header, or some of it, inside {{% generation %}}: {why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +107,10 @@ class ChatEncoder:
     def encode(
         self, messages: Sequence[Message], options: Mapping[str, Any] | None = None, counts: ChatCounts | None = None
     ) -> list[Tokens]:
-        """Return the samples of a conversation of at least one message.
+        """Return the samples of a conversation of at least one message, with variables of the template in `options`.
 
-        Raises `EppError` if the template refuses the conversation, messages of other roles cannot be told from others, or a
-        switch has another value, or is on for a role that is not trained.
-
-        Args:
-            messages: have a `role` each. One with 0 or false in a field of `SWITCHES` is not trained.
-            options: variables of the template besides the messages, as `tools`, descriptions of functions.
+        Raises `EppError` if the template refuses it, other roles cannot be told, or a switch of `SWITCHES` has another value or
+        role.
         """
         counts, options = counts or ChatCounts(), options or {}
         untrained = frozenset(number for number, message in enumerate(messages) if self._is_switched_off(message, number + 1))
@@ -150,9 +138,8 @@ class ChatEncoder:
             if value not in (0, 1):  # false and true, too
                 raise EppError(f"message {number} has {name} {brief(value)}; it must be 0 or false, or 1 or true")
             if value and message["role"] not in self.roles:
-                role = brief_text(message["role"])
-                text = f"message {number} has {name} {brief(value)}, and messages of {role} are not trained"
-                raise EppError(f"{text}: train on them, or leave it out")
+                why = f"messages of {brief_text(message['role'])} are not trained: train on them, or leave it out"
+                raise EppError(f"message {number} has {name} {brief(value)}, and {why}")
         return not all(switches.values())
 
     def _rendered(self, options: Mapping[str, Any], messages: Sequence[Message]) -> str:
@@ -160,10 +147,8 @@ class ChatEncoder:
 
 
 class _Piece(NamedTuple):
-    """The first messages of a conversation, and the numbers of those among them that are trained."""
-
-    num_messages: int
-    numbers: tuple[int, ...]
+    num_messages: int  # the first ones of a conversation
+    numbers: tuple[int, ...]  # of those among them that are trained
 
 
 @dataclass(slots=True)
@@ -196,9 +181,8 @@ class _Chat:
             ids, trained = self._by_marks_of_template(piece, counts)
             runs = np.flatnonzero(np.diff(trained, prepend=0, append=0)).reshape(-1, 2).tolist()
         else:
-            ids = self._up_to(count)
+            ids, runs = self._up_to(count), []
             trained = np.zeros(len(ids), dtype=np.uint8)
-            runs = []
             for number in numbers:
                 start, end = self._start(ids, number, count), self._end(ids, number + 1, count)
                 trained[start:end] = 1
@@ -218,10 +202,10 @@ class _Chat:
         if trained.shape != ids.shape:
             raise EppError(f"the tokenizer's mask has {trained.size:,} values for {ids.size:,} tokens")
         if self.untrained:
-            answers_mask = np.zeros_like(trained)
+            of_answers, count = np.zeros_like(trained), piece.num_messages
             for number in piece.numbers:
-                answers_mask[self._start(ids, number, piece.num_messages) : self._end(ids, number + 1, piece.num_messages)] = 1
-            trained &= answers_mask
+                of_answers[self._start(ids, number, count) : self._end(ids, number + 1, count)] = 1
+            trained &= of_answers
         elif piece.numbers and any(message["role"] == ASSISTANT for message in self.messages[: piece.numbers[0]]):
             trained[: self._start(ids, piece.numbers[0], piece.num_messages)] = 0
         for start in np.flatnonzero(np.diff(trained, prepend=0) == 1):
@@ -232,8 +216,7 @@ class _Chat:
 
     def _end_of_header(self, ids: Ids, start: int) -> int:
         """Return the index behind a header, or what an answer has of it, that goes on at a token; 0 if none does."""
-        header = np.asarray(_header(self.encoder) or (), dtype=np.int64)
-        if not len(header):
+        if not len(header := np.asarray(_header(self.encoder) or (), dtype=np.int64)):
             return 0
         # Its last token may be another one, which begins as the answer does; a special token is a header's alone.
         least = 1 if int(header[0]) in self.encoder.stops else max(1, len(header) - 1)
@@ -242,11 +225,7 @@ class _Chat:
         return next((end for end in ends if end > start), 0)
 
     def _stop(self, ids: Ids, trained: NDArray[np.uint8], runs: Sequence[Sequence[int]], counts: ChatCounts) -> bool:
-        """Let answers end with a stop token in the mask, where they have one, and count the others.
-
-        Each of `runs` has an answer's first token, and the one behind its last. Returns True if the last one wants an ending
-        token.
-        """
+        """End answers, of first tokens and ones behind the last, with stop tokens in the mask; True if the last wants one."""
         encoder = self.encoder
         counts.num_answers += len(runs)
         if not encoder.stops or encoder.decode is None:
@@ -268,18 +247,14 @@ class _Chat:
         """Return the index of an answer's last token that is no white space, if it is a stop token."""
         assert self.encoder.decode is not None
         for index in reversed(range(len(answer))):
-            token = int(answer[index])
-            if token in self.encoder.stops:
+            if (token := int(answer[index])) in self.encoder.stops:
                 return index
             if self.encoder.decode([token]).strip():
                 break
         return None
 
     def _start(self, ids: Ids, number: int, count: int) -> int:
-        """Return the index of the first trained token of a message: behind the generation prompt, if an assistant writes it.
-
-        A prompt that joins with the answer's first token, or goes on in another way, is left out as far as the two agree.
-        """
+        """Return the index of a message's first trained token, behind as much of a generation prompt as its text has."""
         if self.messages[number]["role"] != ASSISTANT:
             return self._end(ids, number, count)
         common = 0
@@ -294,10 +269,7 @@ class _Chat:
             return max(common, self._end(ids, number, count))
 
     def _is_next(self, number: int) -> bool:
-        """Return True if only white space is between a message's content and the messages in front of it.
-
-        Then generation begins behind these, as behind ``[/INST]``, where the template adds no prompt.
-        """
+        """Return True if generation begins behind earlier messages, as behind ``[/INST]``: only white space is between."""
         try:
             head, message = self._text(number), marked(self.messages[number], _MARKS[0])
             text = str(self._applied([*self.messages[:number], message], tokenize=False))
@@ -310,11 +282,10 @@ class _Chat:
         if number in (0, count):
             return len(ids) if number else 0
         if not self._goes_on(number, count):
-            raise EppError(
-                f"the chat template is not incremental: its text of the first {number} of {len(self.messages)} messages is not "
-                f"the beginning of its text of the first {count}, so messages of {', '.join(self.encoder.roles)} cannot be "
-                "told from others; train on the assistant alone"
-            )
+            of_first, roles = f"{number} of {len(self.messages)} messages", ", ".join(self.encoder.roles)
+            why = f"its text of the first {of_first} is not the beginning of its text of the first {count}"
+            so = f"so messages of {roles} cannot be told from others; train on the assistant alone"
+            raise EppError(f"the chat template is not incremental: {why}, {so}")
         return _num_common(self._up_to(number), ids)
 
     def _goes_on(self, number: int, count: int) -> bool:
@@ -340,10 +311,9 @@ class _Chat:
         except Exception as error:  # templates raise errors of Jinja and of their own, tokenizers any other
             part = "" if len(messages) == len(self.messages) else f" the first {len(messages)} of"
             line = f" in line {error.lineno} of the template" if hasattr(error, "lineno") else ""
-            raise EppError(
-                f"the chat template cannot be applied to{part} its {len(self.messages)} messages ({type(error).__name__}: "
-                f"{one_line(error)}{line})"
-            ) from error
+            why = f"{type(error).__name__}: {one_line(error)}{line}"
+            text = f"the chat template cannot be applied to{part} its {len(self.messages)} messages ({why})"
+            raise EppError(text) from error
 
 
 @cache
@@ -379,14 +349,12 @@ def example_lines(
 
     Line breaks of the text are written as ``\n``, so that those without are of this page.
     """
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
-    parts = [_part(decode(ids[start:end].tolist()), bool(trained[start])) for start, end in pairwise(edges) if start < end]
+    parts = []
+    for start, end in pairwise(dict.fromkeys([0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)])):
+        lines = re.findall(r"[^\n]*\n|[^\n]+", decode(ids[start:end].tolist()))
+        shown = _middle_out(lines, _MOST_LINES, lambda count: f"... {count:,} lines ...")
+        parts.append([_line(line, bool(trained[start])) for line in shown])
     return [*chain(*_middle_out(parts, _MOST_PARTS, lambda count: [_line(f"... {count:,} parts ...", False)]))]
-
-
-def _part(text: str, is_trained: bool) -> list[str]:
-    lines = _middle_out(re.findall(r"[^\n]*\n|[^\n]+", text), _MOST_LINES, lambda count: f"... {count:,} lines ...")
-    return [_line(line, is_trained) for line in lines]
 
 
 def _line(text: str, is_trained: bool) -> str:

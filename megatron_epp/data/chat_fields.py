@@ -35,34 +35,26 @@ class Fields:
     def warnings(self, roles: Sequence[str]) -> Iterator[str]:
         """Yield what is lost or no text, in a line each, where messages of these roles are trained."""
         if self.lost:
-            yield (
-                f"the chat template leaves out fields that messages have: {self._shares(self.lost)}; no token tells what they "
-                "say. Give a chat template that renders them, or put them into the content"
-            )
+            todo = "Give a chat template that renders them, or put them into the content"
+            shares = f"{self._shares(self.lost)}; no token tells what they say"
+            yield f"the chat template leaves out fields that messages have: {shares}. {todo}"
         if self.printed:
-            yield (
-                f"the chat template prints fields as Python writes them: {self._shares(self.printed)}; no model has read such "
-                "text. Give a chat template that prints them by `tojson`, or put text into the fields"
-            )
+            todo = "Give a chat template that prints them by `tojson`, or put text into the fields"
+            shares = f"{self._shares(self.printed)}; no model has read such text"
+            yield f"the chat template prints fields as Python writes them: {shares}. {todo}"
         if self.parts:
             counts = ", ".join(f"{count:,} of type {kind}" for kind, count in sorted(self.parts.items()))
             yield f"contents have parts that are no text ({counts}): the tokens are what the chat template writes for them"
         if self.num_joined:
-            yield (
-                f"{self.num_joined:,} messages have a list of parts as content, and the chat template takes text alone: their "
-                "texts are joined"
-            )
+            why = "the chat template takes text alone: their texts are joined"
+            yield f"{self.num_joined:,} messages have a list of parts as content, and {why}"
         if self.num_empty:
-            yield (
-                f"{self.num_empty:,} messages of {', '.join(roles)} are trained as empty ones: the chat template renders "
-                "nothing of them but what it puts around every message. Leave them out, or give a template that renders their "
-                "fields"
-            )
+            why = "the chat template renders nothing of them but what it puts around every message"
+            todo = "Leave them out, or give a template that renders their fields"
+            yield f"{self.num_empty:,} messages of {', '.join(roles)} are trained as empty ones: {why}. {todo}"
         if self.num_null:
-            yield (
-                f"{self.num_null:,} messages have null as content, and the chat template makes text of it (as a rule the word "
-                'None): give "" instead'
-            )
+            what = 'the chat template makes text of it (as a rule the word None): give "" instead'
+            yield f"{self.num_null:,} messages have null as content, and {what}"
 
     def _shares(self, counts: Counter[str]) -> str:
         return ", ".join(f"{name} in {counts[name]:,} of {self.present[name]:,}" for name in sorted(counts))
@@ -107,10 +99,8 @@ def _is_printed(value: Any, text: str, *, as_json: bool = False) -> bool:
     if not isinstance(value, dict | list) or not value:
         return False
     versions = value, without_nulls(value)  # Hugging Face removes nulls
-    pythons, jsons = (
-        set(map(repr, versions)),
-        {json.dumps(version, ensure_ascii=False, default=str) for version in versions},
-    )
+    pythons = set(map(repr, versions))
+    jsons = {json.dumps(version, ensure_ascii=False, default=str) for version in versions}
     if any(form in text for form in (pythons | jsons if as_json else pythons - jsons)):
         return True
     return any(_is_printed(part, text, as_json=as_json) for part in (value.values() if isinstance(value, dict) else value))
@@ -144,7 +134,8 @@ def count_fields(
     fields.printed.update(name for number, name in items if _is_printed(messages[number][name], whole))
     numbered = {number for number, name in items if (number, name) not in lost}
     for number, message in counted:
-        is_told = number in numbered or (_has_text(message.get("content")) and (number, "content") not in lost)
+        has_text = content.strip() if isinstance(content := message.get("content"), str) else content
+        is_told = number in numbered or (has_text and (number, "content") not in lost)
         fields.num_empty += message["role"] in roles and not is_told
 
 
@@ -159,10 +150,6 @@ def _fields_of(message: Message, whole: str) -> list[str]:
     return [] if names == ["content"] and (_says(message, whole) or not isinstance(message["content"], str)) else names
 
 
-def _has_text(content: object) -> bool:
-    return bool(content.strip() if isinstance(content, str) else content)
-
-
 def _lost(messages: Sequence[Message], items: list[tuple[int, str]], whole: str, render: Render) -> set[tuple[int, str]]:
     """Return which fields, by number of the message and name, change nothing of the rendered text."""
     marks = {item: f"zq{at}qz" for at, item in enumerate(items) if item[1] != "content"}
@@ -174,15 +161,12 @@ def _lost(messages: Sequence[Message], items: list[tuple[int, str]], whole: str,
     except Exception:  # a template may want other values: then fields are left out in turn
         text = ""
 
-    def is_seen(item: tuple[int, str]) -> bool:
-        return marks[item] in text if item in marks else _says(messages[item[0]], whole)
-
-    return set(_unchanged(messages, [item for item in items if not is_seen(item)], whole, render))
+    unseen = [item for item in items if not (marks[item] in text if item in marks else _says(messages[item[0]], whole))]
+    return set(_unchanged(messages, unseen, whole, render))
 
 
 def _says(message: Message, whole: str) -> bool:
-    content = message.get("content")
-    return isinstance(content, str) and content.strip() in whole
+    return isinstance(content := message.get("content"), str) and content.strip() in whole
 
 
 def _marked(value: Any, mark: str) -> Any:
@@ -196,12 +180,10 @@ def _marked(value: Any, mark: str) -> Any:
 
 def _unchanged(messages: Sequence[Message], items: list[tuple[int, str]], whole: str, render: Render) -> list[tuple[int, str]]:
     """Return the fields without which, or with another content, the text is the same."""
-    if not items:
-        return []
     fewer: Sequence[Message] = messages
     for number, name in items:
         fewer = _with(fewer, number, name, "zq" if name == "content" else None)  # without any some templates fail
-    if not _differs(render, fewer, whole):
+    if not items or not _differs(render, fewer, whole):
         return items
     if len(items) == 1:
         return []

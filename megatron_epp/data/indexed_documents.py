@@ -35,6 +35,8 @@ _MAGIC = b"MMIDIDX\x00\x00"
 
 Index = NDArray[np.integer[Any]]
 Mask = NDArray[np.uint8]
+PARTS = 16  # most parts of a sequence that are counted by themselves, since an answer may be in its last slices only
+_BLOCK_TOKENS = 1 << 20  # tokens of documents whose mask is read at once, unless one document has more
 
 
 class Header(NamedTuple):
@@ -75,26 +77,20 @@ def document_tokens(path: str) -> NDArray[np.int64]:
 
 
 def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number of tokens before each boundary between sequences, the first and the last included.
-
-    Raises `EppError` if the tokens contradict the boundaries: numbers of sequences before each document, and of all.
-    """
-    if fault := _contradiction(lengths, boundaries):
+    """Number of tokens before each boundary of sequences, and of all. Raises `EppError` if documents contradict them."""
+    fault, last = "", boundaries[-1]
+    if len(negative := np.flatnonzero(lengths < 0)):
+        fault = f"sequence {negative[0]} has {lengths[negative[0]]} tokens"
+    elif len(falls := np.flatnonzero(boundaries[1:] < boundaries[:-1])):
+        start, end = boundaries[falls[0] : falls[0] + 2]
+        fault = f"document {falls[0]} begins at sequence {start} and ends before sequence {end}"
+    elif boundaries[0] != 0:
+        fault = f"document 0 begins at sequence {boundaries[0]}"
+    elif last != len(lengths):
+        fault = f"document {len(boundaries) - 2} ends before sequence {last}, and there are {len(lengths)} sequences"
+    if fault:
         raise EppError(f"{path} contradicts itself: {fault}; {REMAKE}")
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-
-
-def _contradiction(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> str:
-    if len(negative := np.flatnonzero(lengths < 0)):
-        return f"sequence {negative[0]} has {lengths[negative[0]]} tokens"
-    if len(falls := np.flatnonzero(boundaries[1:] < boundaries[:-1])):
-        first = falls[0]
-        return f"document {first} begins at sequence {boundaries[first]} and ends before sequence {boundaries[first + 1]}"
-    if boundaries[0] != 0:
-        return f"document 0 begins at sequence {boundaries[0]}"
-    if boundaries[-1] != len(lengths):
-        return f"document {len(boundaries) - 2} ends before sequence {boundaries[-1]}, and there are {len(lengths)} sequences"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,7 @@ class Sequences:
         return number if self.documents is None else int(self.documents[number]), first
 
 
-def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -> Sequences:
+def cut_documents(num_tokens: Index, limit: int, long_documents: str = "split") -> Sequences:
     """Return the sequences of documents of so many tokens, at most `limit` positions each; long ones as in `LONG_DOCUMENTS`."""
     trains = num_tokens >= 2
     documents, positions = None, num_tokens - 1
@@ -166,11 +162,9 @@ class TokenMask:
         self._arguments = prefix, num_tokens, mmap
         num_bytes = os.path.getsize(self.path)
         if num_bytes != num_tokens:
-            raise EppError(
-                f"{self.path} has {num_bytes:,} bytes and {prefix}.bin has {num_tokens:,} tokens, and a mask has one byte per"
-                " token: it is of another pair, or incomplete; make both again with `megatron-epp prepare`, or remove"
-                " the mask to train on all tokens"
-            )
+            has = f"{num_bytes:,} bytes and {prefix}.bin has {num_tokens:,} tokens, and a mask has one byte per token"
+            todo = "make both again with `megatron-epp prepare`, or remove the mask to train on all tokens"
+            raise EppError(f"{self.path} has {has}: it is of another pair, or incomplete; {todo}")
         self._mapped = np.memmap(self.path, dtype=np.uint8, mode="r") if mmap else None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -184,22 +178,14 @@ class TokenMask:
             mask = np.fromfile(self.path, dtype=np.uint8, count=end - start, offset=start)
         if len(mask) and mask.max() > 1:
             at = int(np.argmax(mask > 1))
-            raise EppError(
-                f"{self.path} has {int(mask[at])} for token {start + at:,}, where 1 (trained) or 0 (not) is expected; make it"
-                " again with `megatron-epp prepare`, or remove it to train on all tokens"
-            )
+            what = f"{self.path} has {int(mask[at])} for token {start + at:,}, where 1 (trained) or 0 (not) is expected"
+            raise EppError(f"{what}; make it again with `megatron-epp prepare`, or remove it to train on all tokens")
         return mask
 
 
 def open_mask(prefix: str, num_tokens: int, mmap: bool = True) -> TokenMask | None:
     """Open the mask of a pair; None if there is none, and all tokens are trained."""
     return TokenMask(prefix, num_tokens, mmap) if os.path.exists(prefix + MASK_SUFFIX) else None
-
-
-PARTS = 16  # most parts of a sequence that are counted by themselves, since an answer may be in its last slices only
-
-
-_BLOCK_TOKENS = 1 << 20  # tokens of documents whose mask is read at once, unless one document has more
 
 
 class TrainedLabels(NamedTuple):
@@ -212,15 +198,8 @@ class TrainedLabels(NamedTuple):
 def trained_labels(
     read: Callable[[int, int], Mask], first: int, num_tokens: Index, limit: int | None = None
 ) -> Iterator[TrainedLabels]:
-    """Yield the trained labels of consecutive documents of these tokens each, truncated to `limit` positions, for blocks of
-    them.
-
-    Args:
-        read: returns the mask of tokens from one to before another of a pair.
-        first: number of the pair's tokens before the first document.
-    """
-    ends = np.cumsum(num_tokens, dtype=np.int64)
-    document = 0
+    """Yield trained labels of documents, of tokens behind `first`, cut to `limit` positions, by blocks of masks."""
+    ends, document = np.cumsum(num_tokens, dtype=np.int64), 0
     while document < len(ends):
         start = int(ends[document - 1]) if document else 0
         after = max(document + 1, int(np.searchsorted(ends, start + _BLOCK_TOKENS, side="right")))
@@ -236,11 +215,8 @@ def trained_labels(
 
 def any_trained(dataset: SequenceDataset, indices: Sequence[int]) -> bool:
     """Return True if some token of sequences is trained; their masks are read up to the first that has one."""
-    for index in indices:
-        mask = dataset.trained(index, 1, int(dataset.lengths[index]) + 1)
-        if mask is None or mask.any():
-            return True
-    return False
+    masks = (dataset.trained(index, 1, int(dataset.lengths[index]) + 1) for index in indices)
+    return any(mask is None or mask.any() for mask in masks)
 
 
 def trained_parts(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[TrainedParts, ...]:

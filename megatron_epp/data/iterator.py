@@ -55,17 +55,11 @@ type _Prepared = tuple[GlobalBatch, int]  # a replica's part of a batch with its
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
-    """Iterator that yields one `GlobalBatch` per iteration, in the sampler's order.
+    """Iterator that yields a `GlobalBatch` per iteration, in the order of a sampler that is the same on all ranks.
 
-    A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, so every rank of a replica must
-    take its batches at the same points. Another thread prepares the next batch while one runs. Errors of planning are raised by
-    all ranks in place of the batch, and again at every later call; errors of preparing a batch by their own rank only.
-
-    Args:
-        sampler: yields the sequence indices of global batches, or indices of the dataset's groups of sequences if it has any;
-            the same on every rank of the job.
-        plans: None yields batches without a plan, divided over replicas by count.
-        depth: number of batches that may wait, at least 1 (one more is being made, and one more has been sent).
+    A thread reads lengths and plans up to `depth` batches ahead; plans are exchanged in `__next__`, so every rank of a replica
+    must take its batches at the same points. Another thread prepares the next batch. Errors of planning are raised by all ranks
+    in place of the batch, and at later calls; errors of preparing by their own. Without `plans` replicas share by count.
     """
 
     def __init__(
@@ -94,7 +88,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
             return batch.part(by_count(len(batch.indices), self._replica, self._replicas))
         planned = [] if source.make_plans is None else [*self._planned_batches()]
         sent = source.exchange_plans([plans for _, plans in planned])
-        batches = [batch for batch, _ in planned] or map(self._batch_of, sent)
+        batches = [batch for batch, _ in planned] if planned else map(self._batch_of, sent)
         for batch_or_error, plans in zip(batches, sent, strict=True):
             self._being_prepared.append(self._prepare_thread.submit(_prepare, batch_or_error, plans, source))
         try:
@@ -147,10 +141,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
 
 
 def _batches(
-    dataset: SequenceDataset,
-    sampler: Iterable[tuple[int, ...]],
-    plans: PlanSource | None,
-    mask_loss_of: int | None,
+    dataset: SequenceDataset, sampler: Iterable[tuple[int, ...]], plans: PlanSource | None, mask_loss_of: int | None
 ) -> Iterator[tuple[GlobalBatch, PackedPlans | None]]:
     for drawn in sampler:
         consumed = getattr(sampler, "consumed_samples", 0)
@@ -180,10 +171,7 @@ def samples_in(dataset: SequenceDataset) -> np.ndarray:
 
 
 def sequences_of(dataset: SequenceDataset, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sequences of what a sampler has drawn, and a number of its group for each; no numbers if there are no groups.
-
-    A group that is drawn twice counts as two.
-    """
+    """Return the sequences of what is drawn, and numbers of their groups if there are any; a group drawn twice is two."""
     groups: Sequence[tuple[int, ...]] = getattr(dataset, "groups", ())
     if not groups:
         return drawn, ()
@@ -213,26 +201,19 @@ def _prepare(whole: GlobalBatch | Exception, plans: PlansOrError, source: PlanSo
     if isinstance(whole, Exception):
         raise whole
     own = plans[source.replica_position]
+    # A rank with a shorter batch is told so below.
     plan, batch = own.plan(), whole.part([at for at in own.share if at < len(whole.indices)])
     if plan.lengths != batch.lengths:
-        raise DisagreementError(
-            f"the plan is for sequences of {_first_few(plan.lengths)} tokens but this rank's batch has "
-            f"{_first_few(batch.lengths)}. All ranks need the same data files, seed, sequence length and batch size"
-        )
+        planned, has = (", ".join(map(str, every[:8])) + ", ..." * (len(every) > 8) for every in (plan.lengths, batch.lengths))
+        todo = "All ranks need the same data files, seed, sequence length and batch size"
+        raise DisagreementError(f"the plan is for sequences of {planned} tokens but this rank's batch has {has}. {todo}")
     batch = replace(batch, plan=plan, plan_digest=own.plan_digest, planning_us=own.planning_us, peak_items=own.peak_items)
     batch = replace(batch, actions=(actions := own.actions(source.rank)))
     return replace(batch, prepared=source.prepare(batch, actions)), own.division
 
 
-def _first_few(lengths: tuple[int, ...]) -> str:
-    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
-
-
 class Prefetcher[T](Iterator[T]):
-    """The items of another iterator, in order, which a thread runs ahead: `depth` items, at least 1, may wait besides the next.
-
-    If that raises, the items made before are still yielded, then `__next__` raises the error, then and at every later call.
-    """
+    """Items of another iterator, of which a thread makes up to `depth` ahead; its error comes behind them, and again later."""
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
         self._ready: queue.Queue[tuple[T] | BaseException] = queue.Queue(maxsize=max(1, depth))

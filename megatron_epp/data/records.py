@@ -23,24 +23,6 @@ _ROWS = 1024  # rows of Parquet that are converted at once
 
 Origin = Callable[[str, int], str]
 """Function from the kind of a record, "line" or "row", and its number, from 1 on, to its name in messages."""
-
-
-def _by(module: str) -> Callable[[BinaryIO], IO[bytes]]:
-    """Return the function that opens a compressed file by a module of Python's, which not every Python has been built with."""
-    return lambda stream: cast(IO[bytes], importlib.import_module(module).open(stream))
-
-
-def _by_zstd(stream: BinaryIO) -> IO[bytes]:
-    return io.BufferedReader(_pyarrow("a file compressed by zstd").CompressedInputStream(stream, "zstd"))
-
-
-_DECOMPRESSORS: dict[bytes, tuple[str, Callable[[BinaryIO], IO[bytes]]]] = {
-    b"\x1f\x8b": ("gzip", _by("gzip")),
-    b"BZh": ("bzip2", _by("bz2")),
-    b"\xfd7zXZ\0": ("xz", _by("lzma")),
-    b"\x28\xb5\x2f\xfd": ("zstd", _by_zstd),
-}
-"""Name and function by the first bytes of a compressed file."""
 _TABLE, _ARCHIVE = "write it as Parquet or JSONL", "unpack it first"
 _PAGES, _MEDIA, _ENCODED = "extract its text first", "only text can be prepared", "convert it first: iconv -f UTF-16 -t UTF-8"
 _KINDS: dict[bytes, tuple[str, str]] = {
@@ -67,6 +49,24 @@ _KINDS: dict[bytes, tuple[str, str]] = {
     **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), ("text in UTF-16", _ENCODED)),
 }
 """What a binary file is, by its first bytes, and what to do about it."""
+
+
+def _by(module: str) -> Callable[[BinaryIO], IO[bytes]]:
+    """Return the function that opens a compressed file by a module of Python's, which not every Python has been built with."""
+    return lambda stream: cast(IO[bytes], importlib.import_module(module).open(stream))
+
+
+def _by_zstd(stream: BinaryIO) -> IO[bytes]:
+    return io.BufferedReader(_pyarrow("a file compressed by zstd").CompressedInputStream(stream, "zstd"))
+
+
+_DECOMPRESSORS: dict[bytes, tuple[str, Callable[[BinaryIO], IO[bytes]]]] = {
+    b"\x1f\x8b": ("gzip", _by("gzip")),
+    b"BZh": ("bzip2", _by("bz2")),
+    b"\xfd7zXZ\0": ("xz", _by("lzma")),
+    b"\x28\xb5\x2f\xfd": ("zstd", _by_zstd),
+}
+"""Name and function by the first bytes of a compressed file."""
 
 
 class Record(NamedTuple):
@@ -116,14 +116,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def records(path: Path, origin: Origin) -> Iterator[Record]:
-    """Yield the records of a file of JSONL, compressed or not, or of Parquet. Raises `EppError` if it is neither, or damaged.
-
-    Lines without text are no records. Nulls of objects in Parquet, which has no absent fields, are left out.
-    """
-    if is_parquet(path):
-        yield from _rows(path, origin)
-    else:
-        yield from _lines(path, origin)
+    """Yield the records of JSONL, compressed or not, or Parquet, without nulls of objects. Raises `EppError` for others."""
+    yield from (_rows if is_parquet(path) else _lines)(path, origin)
 
 
 def without_nulls(value: Any) -> Any:
@@ -137,14 +131,11 @@ def _lines(path: Path, origin: Origin) -> Iterator[Record]:
         for number, line in enumerate(lines, start=1):
             where = origin("line", number)
             if b"\0" in line:
-                raise EppError(
-                    f"{where} is not JSONL: it has bytes that no text in UTF-8 has; give text, with an object in each line"
-                )
+                todo = "give text, with an object in each line"
+                raise EppError(f"{where} is not JSONL: it has bytes that no text in UTF-8 has; {todo}")
             if number == 1 and line.lstrip().startswith(b"["):
-                remedy = f"jq -c '.[]' {shlex.quote(str(path))} > documents.jsonl"
-                raise EppError(
-                    f"{where} begins a list in JSON, not JSONL, which has an object in each line; make that by: {remedy}"
-                )
+                todo = f"make that by: jq -c '.[]' {shlex.quote(str(path))} > documents.jsonl"
+                raise EppError(f"{where} begins a list in JSON, not JSONL, which has an object in each line; {todo}")
             if line.strip():
                 yield Record(where, parse_json(line, where, with_nan=True))
 
@@ -177,12 +168,9 @@ def _refuse_binary(path: Path, head: bytes) -> None:
     """Raise `EppError`, which says what to do, for a file that is known by its first bytes and is no text."""
     if head.startswith(b"version https://git-lfs.github.com/spec"):
         raise EppError(f"{path} is a pointer to a file of Git LFS, not the file: fetch it with `git lfs pull`")
-    if _is_text(head):
-        return
-    kinds = [kind for magic, kind in _KINDS.items() if head.startswith(magic)]
-    if head[257:262] == b"ustar":
-        kinds = [("a tar archive", _ARCHIVE)]
-    if kinds:
+    kinds = [("a tar archive", _ARCHIVE)] * (head[257:262] == b"ustar")
+    kinds += [kind for magic, kind in _KINDS.items() if head.startswith(magic)]
+    if kinds and not _is_text(head):
         raise EppError(f"{path} is {kinds[0][0]}, not text in UTF-8: {kinds[0][1]}")
 
 

@@ -32,14 +32,8 @@ def read_routes(
 ) -> dict[int, np.ndarray]:
     """Return the routes of a sample, int16 ``[inputs, per_token]`` by number of layer; empty without routes.
 
-    Raises `EppError` if they have another shape, name an expert that there is not, or one twice for a token; or the model's
-    routers cannot replay.
-
-    Args:
-        record: its `ROUTES` are ``[tokens or inputs, layers, per_token]`` numbers of experts, about tokens as inputs. Its
-            layers are those with experts, or all of the model, of which the others are not read.
-        num_inputs: tokens that the model reads, which come first: all, or all but the last.
-        routing: of the whole model; None without experts.
+    `ROUTES` are ``[tokens or inputs, layers, per_token]`` experts, of layers with experts or all. Raises `EppError` if they
+    have another shape, name an expert that there is not, or one twice for a token; or the model's routers cannot replay.
     """
     if (values := record.get(ROUTES)) is None:
         return {}
@@ -52,18 +46,15 @@ def read_routes(
     lengths, layers, width = (num_inputs, num_tokens), (len(routing.layers), routing.num_layers), (routing.per_token,)
     if routes.ndim != 3 or any(size not in sizes for size, sizes in zip(routes.shape, (lengths, layers, width), strict=True)):
         shape = " x ".join(map(str, routes.shape)) or "one number"
-        raise EppError(
-            f"{what}: {ROUTES} is {shape}; it must be {num_tokens} tokens x {len(routing.layers)} layers with experts x "
-            f"{routing.per_token} experts of a token"
-        )
+        wanted = f"{len(routing.layers)} layers with experts x {routing.per_token} experts of a token"
+        raise EppError(f"{what}: {ROUTES} is {shape}; it must be {num_tokens} tokens x {wanted}")
     if not np.issubdtype(routes.dtype, np.integer):
         raise EppError(f"{what}: {ROUTES} must be numbers of experts")
     routes = routes[:num_inputs] if routes.shape[1] == len(routing.layers) else routes[:num_inputs, list(routing.layers)]
     for token, number, at in np.argwhere((routes < 0) | (routes >= routing.experts))[:1]:
         where = f"for token {token} in layer {routing.layers[number]} (both from 0)"
-        raise EppError(
-            f"{what}: {ROUTES} has expert {routes[token, number, at]} {where}; there are experts 0 to {routing.experts - 1}"
-        )
+        known = f"there are experts 0 to {routing.experts - 1}"
+        raise EppError(f"{what}: {ROUTES} has expert {routes[token, number, at]} {where}; {known}")
     ascending = np.sort(routes.astype(np.int16), axis=2)
     for token, number, at in np.argwhere(ascending[..., 1:] == ascending[..., :-1])[:1]:  # dispatchers count on different ones
         where = f"for token {token} in layer {routing.layers[number]} (both from 0)"
@@ -74,10 +65,7 @@ def read_routes(
 def routes_of_chunk(
     dataset: Any, indices: Sequence[int], segments: Sequence[Segment], num_tokens: int, asked: Routing
 ) -> torch.Tensor:
-    """Return the routes of segments in the layers that are asked for, int16 ``[layers, per_token, num_tokens]``.
-
-    `indices` are the batch's sequences in the dataset, `Samples` with routes; padding has the routes of some experts.
-    """
+    """Return the routes of segments in some layers, int16 ``[layers, per_token, num_tokens]``; any experts for padding."""
     routes = np.empty((len(asked.layers), asked.per_token, num_tokens), dtype=np.int16)
     routes[:] = np.arange(asked.per_token)[:, None]  # dispatchers count on as many experts for padding
     at = 0

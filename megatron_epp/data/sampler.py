@@ -38,10 +38,9 @@ def _random(seed: tuple[int, ...]) -> np.random.RandomState:
 
 
 def permuted(indices: np.ndarray, num_sequences: int, *seed: int) -> np.ndarray:
-    """Return entries of a permutation of ``range(num_sequences)`` that depends only on the seed, in no memory but for these.
+    """Return entries of a permutation of ``range(num_sequences)`` by the seed, in no memory but for these.
 
-    A Feistel network permutes the numbers of an even number of bits; entries outside of the range, at least 2, are permuted
-    again until they are inside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    A Feistel network permutes an even number of bits, again while a result is outside of the range (Black and Rogaway, 2002).
     """
     half = np.uint64(-(-(num_sequences - 1).bit_length() // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -65,47 +64,31 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class GlobalBatchSampler(Iterator[tuple[int, ...]]):
-    """Infinite iterator over the sequence indices of global batches.
+    """Infinite iterator over the sequence indices of global batches: epochs, each shuffled or in order, one after the other.
 
-    The global order is epoch 0, epoch 1, ..., each a permutation of all sequences (or, without `shuffle`, dataset order), and
-    every iteration takes the next `global_batch_size` of it, across an epoch's end if necessary. So the whole state is
-    `consumed_samples`, the number of sequences taken over all replicas (Megatron's ``consumed_train_samples``), and a run
-    resumes exactly from it, under any data-parallel size: how a batch is divided is decided elsewhere
-    (`planner.service.replica_balance`).
-
-    Raises `EppError` if there are no sequences, or the batch size is below 1.
+    The whole state is `consumed_samples`, the sequences taken over all replicas (Megatron's ``consumed_train_samples``), from
+    which a run resumes exactly, under any data-parallel size. Raises `EppError` for no sequences, or a batch size below 1.
     """
 
     def __init__(
-        self,
-        num_sequences: int,
-        global_batch_size: int,
-        consumed_samples: int = 0,
-        seed: int = 1234,
-        shuffle: bool = True,
+        self, num_sequences: int, global_batch_size: int, consumed_samples: int = 0, seed: int = 1234, shuffle: bool = True
     ) -> None:
         if num_sequences < 1:
             raise EppError("there are no sequences to sample from: the dataset is empty")
         if global_batch_size < 1:
             reason = f"a global batch of {global_batch_size} sequences is too small"
             raise EppError(reason, Remedy("raise", "global_batch_size", 1))
-        self.consumed_samples = consumed_samples
-        self._num_sequences = num_sequences
-        self._batch_size = global_batch_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+        self.consumed_samples, self._num_sequences, self._batch_size = consumed_samples, num_sequences, global_batch_size
+        self._seed, self._shuffle = seed, shuffle
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def __next__(self) -> tuple[int, ...]:
-        start, stop = self.consumed_samples, self.consumed_samples + self._batch_size
-        parts = []
-        while start < stop:
-            part = self._following(start, stop - start)
-            parts.append(part)
-            start += len(part)
+        parts, stop = list[int](), self.consumed_samples + self._batch_size
+        while len(parts) < self._batch_size:
+            start = self.consumed_samples + len(parts)
+            parts += self._following(start, stop - start).tolist()
         self.consumed_samples = stop
-        return tuple(np.concatenate(parts).tolist())
+        return tuple(parts)
 
     def _following(self, start: int, most: int) -> np.ndarray:
         """At most so many sequences of the global order from `start` on, up to the end of its epoch."""
@@ -121,10 +104,9 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
 
 
 class TokenBatchSampler(GlobalBatchSampler):
-    """Infinite iterator over global batches of a number of tokens, in the order of `GlobalBatchSampler`.
+    """`GlobalBatchSampler` whose batches have at most `batch_tokens` positions over all replicas, but `least` sequences.
 
-    An iteration takes its next sequences until one more would exceed `batch_tokens` positions over all replicas, but at least
-    `least`, the number of replicas, each of which needs one. Raises `EppError` if there are no sequences, or no `least`.
+    Raises `EppError` if there are no sequences, or no `least`.
     """
 
     def __init__(

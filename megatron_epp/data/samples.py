@@ -72,8 +72,7 @@ class TokenSample:
         least = 1 if asks.has_values else 2
         if tokens.ndim != 1 or len(tokens) < least or not np.issubdtype(tokens.dtype, np.integer):
             raise EppError(f"{what}: {TOKENS} must be a list of at least {least} integer{'s' * (least > 1)}")
-        trained = record.get(TRAINED)
-        columns = {}
+        trained, columns = record.get(TRAINED), {}
         for name in asks.names:
             if name not in record:
                 raise EppError(f"{what} has no {name}, which the loss reads; it has {', '.join(record)}")
@@ -111,10 +110,9 @@ class TokenSample:
 
 
 class Samples:
-    """Samples in memory: a `SequenceDataset`. Errors call samples by their `names`, by default ``sample 0`` and so on.
+    """Samples in memory, a `SequenceDataset`, with `names` for errors, `groups` of sequences with one loss, and their routes.
 
-    `groups` are sequences with one loss, each in one of them; empty for losses over tokens. With `has_routes`, routers replay
-    those of the samples. Raises `EppError` if a group is not as the loss needs it, or only some samples have routes.
+    Raises `EppError` if a group is not as the loss needs it, or only some samples have routes.
     """
 
     def __init__(
@@ -171,19 +169,15 @@ class Samples:
 def read_samples(
     path: Path, asks: LossColumns, most_tokens: int, vocab_size: int | None = None, routing: Routing | None = None
 ) -> Samples:
-    """Read a file with a sample in each record (`records`): an object with ``tokens``, ``trained``, columns, and its ``group``.
-
-    Raises `EppError`, which names the line, if the file cannot be read, or a sample is not one, or longer than `most_tokens`.
-    """
+    """Read a file with a sample in each record. Raises `EppError`, which names the line, also for more than `most_tokens`."""
     samples, names = [], []
     for where, record in records(path, lambda kind, number: f"{path}: {kind} {number}"):
         if not isinstance(record, dict):
             raise EppError(f"{where} is no object with {TOKENS}")
         sample = TokenSample.of(record, asks, where, vocab_size, InputColumns(routing=routing))
         if (positions := len(sample.tokens) - 1) > most_tokens:
-            tokens = len(record[TOKENS])
-            text = f"{where} has {tokens:,} tokens, {positions:,} positions of {most_tokens:,} at most"
-            raise EppError(f"{text}; samples are not cut", Remedy("raise", "context", positions))
+            has = f"{len(record[TOKENS]):,} tokens, {positions:,} positions of {most_tokens:,} at most"
+            raise EppError(f"{where} has {has}; samples are not cut", Remedy("raise", "context", positions))
         samples.append(sample)
         names.append(where)
     with naming_file(path):
@@ -254,17 +248,14 @@ def _span(fields: Any, what: str, num_inputs: int) -> TokenSpan:
     except (KeyError, TypeError, ValueError):
         raise EppError(f"{what} needs start and tokens, two integers, and work and kept as numbers") from None
     if start < 0 or tokens < 1 or start + tokens > num_inputs:
-        raise EppError(
-            f"{what} has tokens {start} to {start + tokens}, and the sample has inputs 0 to {num_inputs}; a last token "
-            "that is a label alone is none"
-        )
+        inputs = f"inputs 0 to {num_inputs}; a last token that is a label alone is none"
+        raise EppError(f"{what} has tokens {start} to {start + tokens}, and the sample has {inputs}")
     if not 0 <= work < math.inf:
         raise EppError(f"{what}: work is {work}; it is the number of tokens that takes as long in one layer")
     if work and "kept" not in fields:
-        raise EppError(
-            f"{what} has work and not what its encoder keeps until its backward: add kept, patches x layers x (width / hidden "
-            "size of the language model) x tensor-parallel ranks x context-parallel ranks, or 0 if the encoder is frozen"
-        )
+        size = "patches x layers x (width / hidden size of the language model)"
+        todo = f"add kept, {size} x tensor-parallel ranks x context-parallel ranks, or 0 if the encoder is frozen"
+        raise EppError(f"{what} has work and not what its encoder keeps until its backward: {todo}")
     if not 0 <= kept_tokens < math.inf:
         raise EppError(f"{what}: kept is {kept_tokens}; it is the number of tokens of which one layer keeps as much")
     return TokenSpan(start, start + tokens, work, kept_tokens)
@@ -284,9 +275,8 @@ def _positions(record: Mapping[str, Any], what: str, num_tokens: int, axes: int)
     if (rows := record.get(POSITIONS)) is None:
         return None
     if axes == 1:
-        raise EppError(
-            f"{what} has {POSITIONS}, which a model with position_embedding_type='mrope' alone reads: leave them out"
-        )
+        why = "which a model with position_embedding_type='mrope' alone reads"
+        raise EppError(f"{what} has {POSITIONS}, {why}: leave them out")
     positions = _numbers(rows, f"{what}: {POSITIONS}")
     if positions.shape != (num_tokens, axes):
         shape = " x ".join(map(str, positions.shape)) or "one number"
@@ -301,6 +291,5 @@ def _check_finite(values: np.ndarray, is_read: np.ndarray, what: str) -> None:
     strange = np.argwhere(~np.isfinite(values) & (is_read if values.ndim == 1 else is_read[:, None]))
     if len(strange):
         token, value = int(strange[0][0]), values[tuple(strange[0])]
-        raise EppError(
-            f"{what} is {value} for token {token}, which is trained: it must be finite, or the token left out of {TRAINED}"
-        )
+        todo = f"it must be finite, or the token left out of {TRAINED}"
+        raise EppError(f"{what} is {value} for token {token}, which is trained: {todo}")

@@ -29,6 +29,9 @@ _SAMPLE = (
     "\U0001f600\u200d\u2192 \u2211\u2a7d\u221e  \r\n"
 )
 """Text that different tokenizers encode differently: scripts, numbers, code, spaces."""
+_OF_A_HUB = frozenset({"HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer"})
+_OF_A_FILE = frozenset({"SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"})
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,6 @@ class Tokenizer:
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.kind, self.model, f"(vocabulary of {self.vocab_size:,})")))
-
-
-_OF_A_HUB = frozenset({"HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer"})
-_OF_A_FILE = frozenset({"SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"})
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def missing_tokenizer(kind: str, model: str) -> str | None:
@@ -89,11 +87,9 @@ def load_record(prefix: str) -> TokenRecord | None:
         with naming_file(path):
             return _FORMAT.parse(TokenRecord, read_text(path), "the record")
     except EppError as error:
-        reason = error.message.removeprefix(f"{path}: ")
-        raise EppError(
-            f"{path} does not say which tokenizer made {prefix}.bin ({reason}); make the pair again with `megatron-epp "
-            "prepare`, or remove that file"
-        ) from error
+        reason, todo = error.message.removeprefix(f"{path}: "), "make the pair again with `megatron-epp prepare`"
+        why = f"{path} does not say which tokenizer made {prefix}.bin ({reason})"
+        raise EppError(f"{why}; {todo}, or remove that file") from error
 
 
 def _printable(value: Any) -> str:
@@ -103,28 +99,23 @@ def _printable(value: Any) -> str:
     return str(value)
 
 
-_FORMAT = FileFormat(
-    "record", "megatron-epp/tokenizer", 1, Codec({str: _printable}, least={"vocab_size": 1}, least_of_others=0)
-)
+_CODEC = Codec({str: _printable}, least={"vocab_size": 1}, least_of_others=0)
+_FORMAT = FileFormat("record", "megatron-epp/tokenizer", 1, _CODEC)
 
 
 def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_eod: bool = False) -> None:
     """Raise `EppError` if tokens are not from a run's tokenizer, or with `masks_eod`, its ends of documents are others.
 
-    Two tokenizers are the same if they make the same ids of a text, whatever the names and paths of their models. Tokens that
-    are bytes, or were ids before, are compatible with a ``NullTokenizer`` of any vocabulary that includes them.
+    Tokenizers are the same if they make the same ids of a text; ids and bytes fit a ``NullTokenizer`` that includes them.
     """
     tokenizer = record.tokenizer
     same = tokenizer.digest == run.digest and (tokenizer.digest is not None or tokenizer.kind == run.kind)
     if not same or record.max_token >= run.vocab_size:
         raise _refusal(prefix, record, str(run))
     if masks_eod and tokenizer.eod is not None and tokenizer.eod != run.eod:
-        raise EppError(
-            f"documents of {prefix} end with token {tokenizer.eod}, and this run's tokenizer ({run}) ends them with {run.eod}, "
-            "so the loss cannot be masked there",
-            Remedy("drop", "eod_mask_loss"),
-            Remedy("use", value=record.flags),
-        )
+        own = f"this run's tokenizer ({run}) ends them with {run.eod}, so the loss cannot be masked there"
+        remedies = Remedy("drop", "eod_mask_loss"), Remedy("use", value=record.flags)
+        raise EppError(f"documents of {prefix} end with token {tokenizer.eod}, and {own}", *remedies)
 
 
 def check_kind(prefix: str, record: TokenRecord, kind: str, model: str | None) -> None:
@@ -143,11 +134,10 @@ def _refusal(prefix: str, record: TokenRecord, named: str) -> EppError:
 def check_ids(prefix: str, ids: np.ndarray, vocab_size: int, first: int = 0) -> None:
     if len(ids) and not (ids.max() < vocab_size and (ids.dtype.kind == "u" or ids.min() >= 0)):
         at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
-        raise EppError(
-            f"{prefix} has token {int(ids[at]):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}: "
-            f"these are the tokens of another tokenizer (after {first + at:,} tokens of {prefix}.bin)",
-            *(Remedy("change", setting) for setting in ("tokenizer_type", "tokenizer_model", "vocab_size")),
-        )
+        what = f"{prefix} has token {int(ids[at]):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}"
+        why = f"these are the tokens of another tokenizer (after {first + at:,} tokens of {prefix}.bin)"
+        settings = "tokenizer_type", "tokenizer_model", "vocab_size"
+        raise EppError(f"{what}: {why}", *(Remedy("change", setting) for setting in settings))
 
 
 def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:
@@ -163,10 +153,8 @@ def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:
 def identity_of(tokenizer: Any, options: Any) -> Tokenizer:
     """Return the properties by which tokenizers differ; options are a ``TokenizerConfig`` or parsed arguments."""
     try:
-        eod = tokenizer.eod
+        eod = None if tokenizer.eod is None or tokenizer.eod < 0 else tokenizer.eod
     except (AttributeError, NotImplementedError):
-        eod = None
-    if eod is not None and eod < 0:
         eod = None
     model = getattr(options, "tokenizer_model", None) or getattr(options, "vocab_file", None)
     vocab_size = max(tokenizer.vocab_size, 1 + (eod or 0))

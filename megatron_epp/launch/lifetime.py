@@ -48,10 +48,7 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent() -> None:
-    """Make the kernel kill this process when the thread that started it ends, even if this process is stopped or hangs.
-
-    Only on Linux, and only for processes whose parent's main thread starts them.
-    """
+    """Make Linux kill this process when the thread that started it ends, for those whose parent's main thread starts them."""
     if sys.platform != "linux":
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
@@ -78,7 +75,10 @@ def _end_after_parent() -> None:
 @contextlib.contextmanager
 def launcher_folder() -> Iterator[Path]:
     """Make a folder, named in the environment and locked while this process lives; remove abandoned ones. Raises OSError."""
-    _sweep(Path(tempfile.gettempdir()))
+    for other in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+        with _if_abandoned(other) as abandoned:
+            if abandoned:
+                shutil.rmtree(other, ignore_errors=True)
     folder, handle = _locked()
     os.environ[FOLDER_VARIABLE] = str(folder)
     try:
@@ -97,8 +97,7 @@ def is_abandoned(folder: Path) -> bool:
 
 def keep_sockets_in_folder() -> None:
     """Make this process and its children create `multiprocessing` sockets in the launcher's folder, if there is one."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if folder is None:
+    if (folder := os.environ.get(FOLDER_VARIABLE)) is None:
         return
     if not os.path.isdir(folder) or len(os.fsencode(folder)) > _MOST_BYTES:
         del os.environ[FOLDER_VARIABLE]
@@ -129,8 +128,8 @@ def _locked() -> tuple[Path, int]:
 @contextlib.contextmanager
 def _if_abandoned(folder: Path) -> Iterator[bool]:
     """Yield True if a folder of this user has a lock file that no launcher locks; none can lock it within the context."""
+    is_abandoned = False
     with contextlib.ExitStack() as stack:
-        is_abandoned = False
         with contextlib.suppress(OSError):
             handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
             stack.callback(os.close, handle)
@@ -140,17 +139,9 @@ def _if_abandoned(folder: Path) -> Iterator[bool]:
         yield is_abandoned
 
 
-def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{_prefix()}*"):
-        with _if_abandoned(folder) as abandoned:
-            if abandoned:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
 def hand_over(text: str, exit_code: int) -> bool:
     """Write a refusal for the launcher to end with; return True if that is this package's own, which repeats it at the end."""
-    path = os.environ.get(FILE_VARIABLE)
-    if not path:
+    if not (path := os.environ.get(FILE_VARIABLE)):
         return False
     about = {"py_callstack": text, "timestamp": str(int(time.time())), _REFUSAL_KEY: True, _EXIT_CODE_KEY: exit_code}
     try:

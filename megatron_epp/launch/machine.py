@@ -14,7 +14,6 @@ from pathlib import Path
 
 EXPANDABLE = "expandable_segments:True"
 """Allocator setting for segments that grow: chunks differ in size, and fixed segments would leave unusable gaps."""
-
 TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 """Variable with which NVIDIA's containers let torch multiply fp32 matrices in TF32, with relative errors of about 3e-4."""
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # variable that lets ranks share a GPU, from NCCL 2.30 on
@@ -80,10 +79,7 @@ def free_port() -> int:
 
 
 def allocator_setting(environment: Mapping[str, str], torch_version: str) -> tuple[str, str | None]:
-    """Name and value of the effective variable of torch's GPU memory allocator; the preferred name and None if none is set.
-
-    torch 2.9 renamed it, and still reads the old one.
-    """
+    """Name and value of the variable of torch's allocator, which torch 2.9 renamed; the new name and None if none is set."""
     major, minor = (int(number) for number in torch_version.split(".")[:2])
     names = ["PYTORCH_ALLOC_CONF"] * ((major, minor) >= (2, 9)) + ["PYTORCH_CUDA_ALLOC_CONF"]
     return next(((name, environment[name]) for name in names if name in environment), (names[0], None))

@@ -25,10 +25,9 @@ _held: dict[Path, int] = {}  # open handles of the folders that this process hol
 
 
 def hold(folder: str | os.PathLike[str], run: str) -> None:
-    """Hold a folder into which a run writes, which is made if needed, until this process ends.
+    """Make a folder and hold it by a lock of POSIX until this process ends; without locks, a warning says so.
 
-    The lock is one of POSIX, which processes started later do not inherit and which network file systems know. Where the file
-    system has none, a warning says so. Raises `EppError` if another run holds the folder, or it cannot be written.
+    Raises `EppError` if another run holds it, or it cannot be written.
     """
     path = Path(folder).resolve() / LOCK
     if path in _held:
@@ -40,7 +39,9 @@ def hold(folder: str | os.PathLike[str], run: str) -> None:
         raise EppError(f"{folder} cannot be written ({error.strerror})") from error
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _say(handle, run)
+        about = {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{json.dumps(about)}\n".encode(), 0)
     except OSError as error:
         holder = _holder(handle)
         os.close(handle)
@@ -51,13 +52,6 @@ def hold(folder: str | os.PathLike[str], run: str) -> None:
         logger.warning("%s cannot be locked (%s): nothing keeps a second run out of it", folder, error.strerror)
         return
     _held[path] = handle
-
-
-def _say(handle: int, run: str) -> None:
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    about = {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"{json.dumps(about)}\n".encode(), 0)
 
 
 def _holder(handle: int) -> str:

@@ -62,11 +62,9 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def argv_of(settings: Settings, parser: argparse.ArgumentParser) -> list[str]:
-    """Convert a run's settings to command line arguments of the training script, which has this parser.
+    """Convert settings to arguments of a script with this parser: ``true`` is a switch, ``false`` its opposite, ``null`` none.
 
-    ``true`` gives a switch, ``false`` its opposite if there is one, ``null`` nothing; a list gives several values. An `epp`
-    section gives ``--epp`` and its keys with the prefix, unless it has ``enabled: false``. Raises `EppError` if a key is not a
-    flag (the message names the most similar one), or no value of one.
+    An `epp` section gives ``--epp`` and flags with the prefix unless it has ``enabled: false``. Raises `EppError` for others.
     """
     values = {f"megatron.{key}": (key, value) for key, value in settings.megatron.items()}
     epp = {"enabled": False} if settings.epp is None else {"enabled": True} | settings.epp

@@ -5,17 +5,5 @@ from megatron_epp.losses.loss import Average, Loss, NextToken, Rows, Scope, load
 from megatron_epp.losses.policy import ClippedRatio, ClippedValue, SequenceRatio
 from megatron_epp.losses.preference import Preference, Reward
 
-__all__ = [
-    "Average",
-    "ClippedRatio",
-    "ClippedValue",
-    "Distillation",
-    "Loss",
-    "NextToken",
-    "Preference",
-    "Reward",
-    "Rows",
-    "Scope",
-    "SequenceRatio",
-    "load_loss",
-]
+__all__ = ["Average", "ClippedRatio", "ClippedValue", "Distillation", "Loss", "NextToken", "Preference", "Reward", "Rows"]
+__all__ += ["Scope", "SequenceRatio", "load_loss"]

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megatron_epp.plan.errors import EppError
 
+_ATTRIBUTES = ("name", "scope", "average", "columns", "logged")
+
 
 class Scope(StrEnum):
     """Tokens whose values a loss needs at once."""
@@ -81,10 +83,8 @@ class Rows:
         Raises `EppError` if the loss is over tokens, whose calls may have parts of sequences.
         """
         if self.sequence is None:
-            raise EppError(
-                "rows.sums, rows.means and rows.trained are of whole sequences and need Scope.SEQUENCE: in Scope.TOKEN a loss "
-                "gets parts of them"
-            )
+            why = "in Scope.TOKEN a loss gets parts of them"
+            raise EppError(f"rows.sums, rows.means and rows.trained are of whole sequences and need Scope.SEQUENCE: {why}")
         return values.new_zeros(self.num_sequences).index_add(0, self.sequence, values * self.weights)
 
     def means(self, values: Tensor) -> Tensor:
@@ -144,9 +144,6 @@ class Loss(Protocol):
     def __call__(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-_ATTRIBUTES = ("name", "scope", "average", "columns", "logged")
-
-
 @dataclass(frozen=True, slots=True)
 class NextToken:
     """Cross entropy of trained tokens, each times the column `weight_column` if there is one.
@@ -198,8 +195,7 @@ def checked_loss(candidate: Any, text: str) -> Loss:
     loss: Loss = candidate
     for kind, value in ((Scope, loss.scope), (Average, loss.average)):
         if value not in tuple(kind):
-            known = ", ".join(kind)
-            raise EppError(f"{text} has {kind.__name__.lower()} {value!r}; it must be one of {known}")
+            raise EppError(f"{text} has {kind.__name__.lower()} {value!r}; it must be one of {', '.join(kind)}")
     if loss.average is Average.GROUPS and loss.scope is not Scope.GROUP:
         raise EppError(f"{text} is divided by groups of sequences: its scope must be {Scope.GROUP}")
     widths, candidates = dict(getattr(loss, "widths", {})), getattr(loss, "candidates", None)

@@ -18,6 +18,13 @@ OLD, ADVANTAGES, REFERENCE, IMPORTANCE = "old_logprobs", "advantages", "referenc
 and importance weights, for samples that another engine drew."""
 OLD_VALUES, RETURNS = "old_values", "returns"
 """Columns: the values that the model gave when the samples were drawn, and what they are to come to."""
+KL: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda difference: -difference,
+    "k2": lambda difference: difference.square() / 2,
+    "k3": lambda difference: difference.expm1() - difference,
+}
+"""Estimates of the divergence from the reference policy, given its log-probability less the policy's (Schulman 2020,
+"Approximating KL divergence")."""
 
 
 def _clipped(
@@ -34,15 +41,6 @@ def _clipped(
     ratios = torch.minimum(exponents, limits.log() + 1).exp()
     counted = ratios.clamp(torch.zeros_like(ratios).masked_fill(negative, 1 - low), limits)
     return -advantages * counted, torch.where(negative, ratios < 1 - low, (ratios > 1 + high) & (advantages > 0))
-
-
-KL: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda difference: -difference,
-    "k2": lambda difference: difference.square() / 2,
-    "k3": lambda difference: difference.expm1() - difference,
-}
-"""Estimates of the divergence from the reference policy, given its log-probability less the policy's (Schulman 2020,
-"Approximating KL divergence")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +84,8 @@ class ClippedRatio:
     def __post_init__(self) -> None:
         if self.kl is not None and self.kl not in KL:
             raise EppError(f"kl is {self.kl!r}; it must be one of {', '.join(KL)}, or None")
-        check_settings(
-            self, at_least={"clip_low": 0, "clip_high": 0}, above={"clip_negative": 1, "temperature": 0, "constant": 0}
-        )
+        above = {"clip_negative": 1, "temperature": 0, "constant": 0}
+        check_settings(self, at_least={"clip_low": 0, "clip_high": 0}, above=above)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ SETS: tuple[tuple[Callable[[], bool], str], ...] = (
     (lambda: True, f"{_PATCHES}install:patches"),
     # Around those: the flags that they check ask for what is installed.
     (_lacks_packages, f"{_PATCHES}environment:patches"),
-    (lambda: True, f"{_PATCHES}every_run:patches"),
+    (lambda: True, f"{_PATCHES}environment:of_every_run"),
 )
 """Sets of patches in the order in which they are applied: whether a process needs one, and the function that returns it."""
 

@@ -39,7 +39,7 @@ class Chunk:
         return -(-self.num_tokens // multiple) * multiple
 
     def slice_of(self, lengths: Sequence[int]) -> Segment | None:
-        """Return the first segment if it is part of a longer sequence, given the tokens of every sequence of the batch."""
+        """Return the first of the segments that is part of a longer sequence, given the tokens of every sequence."""
         for segment in self.segments:
             if segment.start > 0 or segment.end < lengths[segment.sequence]:
                 return segment
@@ -48,7 +48,7 @@ class Chunk:
     def begun_of(self, lengths: Sequence[int]) -> Segment | None:
         """Return the last segment if it begins a longer sequence behind the end of another one."""
         for last in self.segments[1:][-1:]:
-            if self.segments[0].start > 0 == last.start and last.end < lengths[last.sequence]:
+            if self.segments[0].start > 0 and last.start == 0 and last.end < lengths[last.sequence]:
                 return last
         return None
 

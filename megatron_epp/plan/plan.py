@@ -164,9 +164,9 @@ class Plan:
     """One iteration of one pipeline.
 
     Attributes:
-        lengths: tokens of every sequence.
+        lengths: input tokens of every sequence, one less than it has in its file.
         chunks: the chunk table; every token of every sequence is in exactly one chunk.
-        num_layers: transformer layers of each stage, an MLP at its start and an attention at its end counted as one.
+        num_layers: transformer layers of each stage.
         placement: the rank that runs each stage.
         recompute: ``[stage][chunk]``, number of the stage's layers that recompute in backward, for each recompute mode.
         recompute_us: ``[stage][chunk]``, time of recompute, a part of the backward's time.

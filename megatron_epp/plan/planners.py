@@ -54,7 +54,8 @@ class PlannerEntry:
     keeps_groups: bool = False  # it orders the sequences of a loss group (`Problem.loss_groups`) as slices of one
     interleaves: bool = False  # it takes several stages on each rank if they go round the ranks, as Megatron's do
     joins: bool = False  # its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`
-    plans: str = "megatron_epp.planner.other_planners:plan_by_name"  # makes its plans (`planner.plan`)
+    # What `planner.plan` runs; `plan` is for planners that start from these decisions
+    plans: str = "megatron_epp.planner.other_planners:plan_by_name"
     lacks: str = ""  # why training does not run its plans; empty if it does
 
     @property

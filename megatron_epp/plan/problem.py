@@ -70,7 +70,7 @@ class Problem:
     """One iteration of one pipeline, before anything is decided.
 
     Attributes:
-        lengths: tokens of every sequence of the batch.
+        lengths: input tokens of every sequence of the batch, one less than it has in its file.
         placement: the rank that runs each stage.
         cap_bytes: most bytes that each rank may hold, static bytes included; `UNLIMITED_BYTES` where it does not matter.
         token_multiple: chunk token counts are padded to a multiple of this, and slices end on one.

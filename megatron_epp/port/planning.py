@@ -83,7 +83,7 @@ class BatchPlanner(Protocol):
     def plan(self, problem: Problem, *, is_run: bool = True) -> PackedPlans: ...
 
     def of_next(self) -> Callable[[Problem], PackedPlans]:
-        """Return what plans the next training batch without waiting for what training is to tell first."""
+        """Return the function that plans the next training batch by the costs known now: unlike `plan` it waits for none."""
 
 
 @dataclass(slots=True)

@@ -60,7 +60,7 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
         if part is None:
             return None
         length, tokens = plan.lengths[part.sequence], plan.padded_tokens(c)
-        # A tail's chunk is stored whole, so its room is exact; earlier chunks share the room of the widest.
+        # A last slice's chunk is stored whole, so its room is exact; earlier chunks share the room of the widest.
         capacity = part.start + tokens if part.end == length else room[part.sequence]
         return SliceView(*part, length, capacity, num_slices[part.sequence])
 

@@ -70,10 +70,13 @@ class Executor:
         self._last_gradient = {a.stage: a for a in self._actions if a.op in (Op.B, Op.W)}
         self._short: Action | None = None
         """Action that found no memory; None if it was slots of messages."""
+        # By stage and chunk, from a forward to its backward: what it ran with, its input, its output, and the output's gradient
+        # where the next stage is on this rank.
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._leaves: dict[tuple[int, int], ReceiveLeaf] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._grads: dict[tuple[int, int], Tensor] = {}
+        # By receive: messages that were asked for, and those that are here.
         self._arriving: dict[Action, Receive] = {}
         self._received: dict[Action, Tensor] = {}
 
@@ -153,15 +156,15 @@ class Executor:
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
         hidden = self._message(action, Op.RECV_F) if stage > 0 else None
-        forward_only = not self.differentiates(stage)
-        if hidden is not None and not forward_only:
+        no_graph = not self.differentiates(stage)
+        if hidden is not None and not no_graph:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
         (table, view, group, begun), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
         kv_cache = self.stages[stage].kv_cache
-        context = ChunkContext(chunk, table, kv_cache, view, recompute, forward_only, loss_group=group, begun=begun)
+        context = ChunkContext(chunk, table, kv_cache, view, recompute, no_graph, loss_group=group, begun=begun)
         running = context.kv_cache.running(context.view, False)
-        with self.recorder.action(action), running, torch.set_grad_enabled(not forward_only):
+        with self.recorder.action(action), running, torch.set_grad_enabled(not no_graph):
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
@@ -206,7 +209,7 @@ class Executor:
         op, stage, chunk = action
         is_gradient = op is Op.SEND_B
         tensor = (self._grads if is_gradient else self._outputs)[stage, chunk]
-        self._links.send(tensor, self._peer(action), is_gradient)
+        self._connected.send(tensor, self._peer(action), is_gradient)
         if is_gradient:  # the links hold what is still being sent
             del self._grads[stage, chunk]
             return
@@ -217,7 +220,7 @@ class Executor:
 
     def _post_receive(self, action: Action) -> None:
         message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
-        self._arriving[action] = self._links.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
+        self._arriving[action] = self._connected.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
 
     # What they share.
 
@@ -250,7 +253,7 @@ class Executor:
         return self.plan.placement[stage] == self.rank
 
     @property
-    def _links(self) -> Links:
+    def _connected(self) -> Links:
         assert self.links is not None  # checked at the start
         return self.links
 
@@ -288,6 +291,5 @@ HANDLERS: Mapping[Op, Handler] = {
     Op.RECV_B: Executor._post_receive,
     Op.REDUCE: lambda run, action: run.stages[action.stage].reduce_gradients(),
 }
-"""Handlers of the operations of every run; features have others, and some around these. They hold no executor, which with its
-tensors ends as soon as it has run: in a cycle of references it would wait for the garbage collector, some of them for all of
-the training."""
+"""Handlers of the operations of every run; features have others, and some around these. A handler must keep no reference to the
+executor: an executor in a cycle of references, and its tensors, would stay until the garbage collector runs."""

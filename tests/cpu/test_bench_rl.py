@@ -18,8 +18,7 @@ def test_every_sequence_is_in_one_microbatch(name):
     left = [length for row in rows for length in row]
     for length in LENGTHS:
         left.remove(length)
-    padding = sum(left)
-    assert (padding == 0) == (name == "verl")
+    assert (sum(left) == 0) == (name == "verl")
     if name == "slime":
         assert all(sum(row) % 128 == 0 for row in rows)
     if name == "NeMo-RL":
@@ -38,8 +37,7 @@ def test_parts_of_equal_work_are_nearly_equal_and_as_many_as_asked_for():
 def test_verls_largest_microbatch_is_in_the_middle():
     sizes = [sum(map(work, row)) for row in RULES["verl"](LENGTHS, 700)]
     at = sizes.index(max(sizes))
-    assert sizes[: at + 1] == sorted(sizes[: at + 1])
-    assert sizes[at:] == sorted(sizes[at:], reverse=True)
+    assert (sizes[: at + 1], sizes[at:]) == (sorted(sizes[: at + 1]), sorted(sizes[at:], reverse=True))
 
 
 def test_ratios_of_a_training_next_to_other_programs_are_said_to_be_worth_little() -> None:

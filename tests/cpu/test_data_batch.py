@@ -3,13 +3,14 @@
 import copy
 import pickle
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_epp.data import indexed_documents
-from megatron_epp.data.batch import ChunkArrays, GlobalBatch
+from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.indexed_documents import PARTS, any_trained, trained_labels, trained_parts
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.plan import EppError, Segment
@@ -74,20 +75,19 @@ def test_what_lies_ahead_is_the_whole_sequence_shifted_however_it_is_cut(kind, m
         ahead = batch.chunk(chunk, depths).ahead
         assert ahead.weights.shape == (depths, batch.plan.padded_tokens(chunk))
         for depth in range(1, depths + 1):
-            rows = [[], [], [], [], []]
+            rows = {name: [] for name in ("tokens", "position_ids", "labels", "shares", "weights")}
             for sequence, start, end in segments:
-                whole, none = wholes[sequence], torch.zeros(depth)
-                shifted = [
-                    torch.cat([x[depth:], none[: len(x)].to(x.dtype)]) for x in (whole.tokens, whole.position_ids, whole.labels)
-                ]
-                mask = torch.cat([whole.loss_mask[depth:], none[: len(whole.loss_mask)]])
-                shares = mask / max(1.0, float(mask.sum()))
-                for row, values in zip(rows, (*shifted, shares, shares * whole.loss_mask.sum()), strict=True):
-                    row += values[start:end].tolist()
-            for found, row in zip(
-                (ahead.tokens, ahead.position_ids, ahead.labels, ahead.shares, ahead.weights), rows, strict=True
-            ):
-                own = found[depth - 1].tolist()
+                whole = wholes[sequence]
+                shifted = {
+                    name: torch.cat([x[depth:], torch.zeros(depth, dtype=x.dtype)[: len(x)]])
+                    for name, x in ((name, getattr(whole, name)) for name in NAMES)
+                }
+                shares = shifted["loss_mask"] / max(1.0, float(shifted["loss_mask"].sum()))
+                shifted |= {"shares": shares, "weights": shares * whole.loss_mask.sum()}
+                for name, row in rows.items():
+                    row += shifted[name][start:end].tolist()
+            for name, row in rows.items():
+                own = getattr(ahead, name)[depth - 1].tolist()
                 assert own[: len(row)] == pytest.approx(row)
                 assert not any(own[len(row) :])
 
@@ -111,14 +111,9 @@ def test_batches_survive_copy_and_pickle():
 
 
 def test_arrays_do_not_alias_the_dataset():
-    tokens = np.arange(5, dtype=np.int64)
-
-    class Fixed(MemoryDataset):
-        def tokens(self, index, start=0, end=None):
-            return tokens[start:end]
-
-    arrays: ChunkArrays = GlobalBatch(indices=(0,), lengths=(4,), plan=None, dataset=Fixed([4])).chunk_of([Segment(0, 0, 4)])
-    arrays.tokens.zero_()
+    dataset, tokens = MemoryDataset([4]), np.arange(5, dtype=np.int64)
+    dataset.tokens = lambda index, start=0, end=None: tokens[start:end]
+    GlobalBatch(indices=(0,), lengths=(4,), plan=None, dataset=dataset).chunk_of([Segment(0, 0, 4)]).tokens.zero_()
     assert tokens.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -151,20 +146,13 @@ def test_nothing_is_counted_where_all_are_trained():
 
 
 def test_the_planner_gets_them_with_the_lengths():
-    asked = []
-
-    class AskedError(Exception):
-        pass
-
-    def make(batch):
-        asked.append(batch)
-        raise AskedError
-
+    make = Mock(side_effect=LookupError("it was asked"))
     for masks in ({}, {1: labels_of(1, [2])}):
         batches = PlannedBatches(sequences(masks), iter([(1, 0)]), PlanSource(make))
-        with pytest.raises(EppError, match="AskedError"):
+        with pytest.raises(EppError, match="it was asked"):
             next(batches)
         batches.close()
+    asked = [call.args[0] for call in make.call_args_list]
     assert asked == [((5, 40), (), (), ()), ((5, 40), ((0, 0, 1, 0, 0), (40,)), (), ())]
 
 
@@ -185,8 +173,7 @@ def test_labels_are_counted_by_blocks_of_documents(monkeypatch, block_tokens, li
 
 
 def test_a_batch_knows_whether_it_trains_anything():
-    nothing = labels_of(0, [])
-    dataset = sequences({0: nothing, 1: labels_of(1, [2])})
+    dataset = sequences({0: labels_of(0, []), 1: labels_of(1, [2])})
     assert [any_trained(dataset, batch) for batch in ((0,), (0, 1), (2,), (0, 0))] == [False, True, True, False]
     batches = PlannedBatches(dataset, iter([(0,), (0, 1)]))
     assert [next(batches).trains for _ in range(2)] == [False, True]

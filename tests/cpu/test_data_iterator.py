@@ -5,7 +5,9 @@ import pickle
 import threading
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
+from queue import Queue
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,14 +28,10 @@ def whole_sequences(batch):
     return (pack(plan, 1000.0 * len(lengths), tuple(range(len(lengths)))),)
 
 
-def of_the_shares(*shares):
-    """Return the items of the replicas of one batch, each for a share of it."""
-
-    def make(share, batch):
-        (packed,) = whole_sequences(Lengths([batch.lengths[at] for at in share]))
-        return (packed._replace(share=share),)
-
-    return [partial(make, share) for share in shares]
+def of_share(share, batch):
+    """Return the item of a replica for its share of a batch."""
+    (packed,) = whole_sequences(Lengths([batch.lengths[at] for at in share]))
+    return (packed._replace(share=share),)
 
 
 def batches(make_plan=whole_sequences, sampler=None, **options):
@@ -45,10 +43,8 @@ def test_batches_carry_the_samplers_sequences_their_lengths_and_their_plan():
     iterator = batches()
     for number, indices in enumerate(islice(GlobalBatchSampler(len(LENGTHS), 3), 10)):
         batch = next(iterator)
-        assert batch.indices == indices
-        assert batch.lengths == tuple(LENGTHS[index] for index in indices)
-        assert batch.plan.lengths == batch.lengths
-        assert batch.planning_us == 3000.0
+        assert (batch.indices, batch.lengths) == (indices, tuple(LENGTHS[index] for index in indices))
+        assert (batch.plan.lengths, batch.planning_us) == (batch.lengths, 3000.0)
         assert batch.consumed_samples == 3 * (number + 1)
         assert batch.chunk(1).tokens.tolist() == [1000 * indices[1] + t for t in range(batch.lengths[1])]
     iterator.close()
@@ -63,62 +59,47 @@ def test_depth_changes_nothing_but_timing(depth):
 
 
 def test_a_sampler_draws_groups_of_sequences_whose_loss_is_computed_together():
-    dataset, asked = MemoryDataset(LENGTHS), []
+    dataset = MemoryDataset(LENGTHS)
     dataset.groups = ((0, 3), (6,), (2, 4, 5), (1,))
-
-    def make_plan(batch):
-        asked.append(batch.loss_groups)
-        return whole_sequences(batch)
-
+    make_plan = Mock(side_effect=whole_sequences)
     iterator = PlannedBatches(dataset, [(2, 0), (1, 2, 2)], PlanSource(make_plan))
     first, second = next(iterator), next(iterator)
-    assert first.indices == (2, 4, 5, 0, 3)
-    assert second.indices == (6, 2, 4, 5, 2, 4, 5)
+    asked = [call.args[0].loss_groups for call in make_plan.call_args_list]
+    assert (first.indices, second.indices) == ((2, 4, 5, 0, 3), (6, 2, 4, 5, 2, 4, 5))
     assert asked == [(0, 0, 0, 1, 1), (0, 1, 1, 1, 2, 2, 2)]
     assert [batch.loss_groups for batch in (first, second)] == asked
     assert (first.global_size, second.global_size) == (2, 3)
     assert (first.consumed_samples, second.consumed_samples) == (0, 0)  # a list does not count them
-    assert samples_in(dataset).tolist() == [
-        LENGTHS[0] + LENGTHS[3],
-        LENGTHS[6],
-        LENGTHS[2] + LENGTHS[4] + LENGTHS[5],
-        LENGTHS[1],
-    ]
+    assert samples_in(dataset).tolist() == [sum(LENGTHS[at] for at in group) for group in dataset.groups]
     assert second.part([4, 5, 6]).loss_groups == (2, 2, 2)
     iterator.close()
 
 
 def test_plans_are_made_ahead_but_not_without_bound():
-    made = []
-    asked_for_fourth = threading.Event()
+    asked = Queue()
 
     def make_plan(batch):
-        lengths = batch.lengths
-        made.append(lengths)
-        if len(made) == 4:
-            asked_for_fourth.set()
+        asked.put(batch)
         return whole_sequences(batch)
 
     iterator = batches(make_plan, depth=2)
     next(iterator)
-    assert asked_for_fourth.wait(timeout=60)  # one taken, two waiting, one in the making
+    for _ in range(4):  # one taken, two waiting, one in the making
+        asked.get(timeout=60)
     iterator.close()
-    assert len(made) <= 5  # and maybe the second given out with the first
+    assert asked.qsize() <= 1  # and maybe the second given out with the first
 
 
 def test_a_planning_error_surfaces_after_the_batches_made_before_it_and_stays():
-    calls = []
+    calls = count(1)
 
     def make_plan(batch):
-        lengths = batch.lengths
-        calls.append(lengths)
-        if len(calls) == 3:
+        if next(calls) == 3:
             raise InfeasibleError("needs 12 GB")
         return whole_sequences(batch)
 
     iterator = batches(make_plan, depth=4)
-    next(iterator)
-    next(iterator)
+    assert len([*islice(iterator, 2)]) == 2
     for _ in range(2):
         with pytest.raises(InfeasibleError, match="needs 12 GB"):
             next(iterator)
@@ -145,49 +126,43 @@ SHARES = ((1,), (0, 2))
 
 
 def test_replicas_take_the_shares_they_planned():
-    replicas = [batches(make, replica=r, replicas=2) for r, make in enumerate(of_the_shares(*SHARES))]
+    replicas = [batches(partial(of_share, share), replica=r, replicas=2) for r, share in enumerate(SHARES)]
     for indices in islice(GlobalBatchSampler(len(LENGTHS), 3), 5):
         for share, replica in zip(SHARES, replicas, strict=True):
             batch = next(replica)
-            assert batch.indices == tuple(indices[at] for at in share)
-            assert batch.plan.lengths == batch.lengths
+            assert (batch.indices, batch.plan.lengths) == (tuple(indices[at] for at in share), batch.lengths)
             assert batch.global_size == 3
     for replica in replicas:
         replica.close()
 
 
 def test_replicas_of_a_team_take_theirs_of_the_plans_made_for_all():
-    def make(batch):
-        return tuple(packed for each in of_the_shares(*SHARES) for packed in each(batch))
-
     for position, share in enumerate(SHARES):
-        iterator = PlannedBatches(MemoryDataset(LENGTHS), [(3, 4, 5)], PlanSource(make, replica_position=position))
+        source = PlanSource(lambda batch: of_share(SHARES[0], batch) + of_share(SHARES[1], batch), replica_position=position)
+        iterator = PlannedBatches(MemoryDataset(LENGTHS), [(3, 4, 5)], source)
         assert next(iterator).indices == tuple((3, 4, 5)[at] for at in share)
 
 
 def test_without_plans_replicas_take_every_other_sequence():
-    sampler = GlobalBatchSampler(len(LENGTHS), 4)
     parts = [batches(None, GlobalBatchSampler(len(LENGTHS), 4), replica=r, replicas=2) for r in range(2)]
-    for indices in islice(sampler, 5):
+    for indices in islice(GlobalBatchSampler(len(LENGTHS), 4), 5):
         assert [next(part).indices for part in parts] == [indices[::2], indices[1::2]]
     for part in parts:
         part.close()
 
 
 def test_every_batch_is_taken_with_the_checksum_of_its_division_and_where_planning_fails_the_others_are_told():
-    checksums = iter(range(10))
-    seen = []
+    checksums, seen = count(), []
 
     def make(batch):
-        lengths = batch.lengths
-        if lengths == (LENGTHS[4],):
+        if batch.lengths == (LENGTHS[4],):
             raise InfeasibleError("no plan fits")
         return (whole_sequences(batch)[0]._replace(division=next(checksums)),)
 
     iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,), (4,)], PlanSource(make, check_division=seen.append))
-    for count in range(3):
+    for number in range(3):
         next(iterator)
-        assert seen == list(range(count + 1))
+        assert seen == list(range(number + 1))
     with pytest.raises(InfeasibleError, match="no plan fits"):
         next(iterator)
     assert seen == [0, 1, 2, None]

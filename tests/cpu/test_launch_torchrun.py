@@ -18,8 +18,7 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    for name in ALLOCATOR:
+    for name in (FOLDER_VARIABLE, *ALLOCATOR):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -144,7 +143,6 @@ def test_on_a_failure_the_last_lines_are_shown_with_the_path_of_all(logged, tmp_
 
 
 def test_a_log_that_cannot_be_written_is_refused_with_what_to_set(logged):
-    with pytest.raises(
-        SystemExit, match=r"/proc/nowhere/a.log cannot be written .*: set launch.folder, or launch.full_log=true"
-    ):
+    says = r"/proc/nowhere/a.log cannot be written .*: set launch.folder, or launch.full_log=true"
+    with pytest.raises(SystemExit, match=says):
         logged(path="/proc/nowhere/a.log")

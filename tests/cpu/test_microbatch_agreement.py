@@ -1,6 +1,5 @@
 """All ranks of a replica have the same microbatches, and what their first rank makes, or all end with the same error."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +11,9 @@ from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, LookAhead,
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError
 from tests.support.runtime.agreement_runs import SHAPES, results, shapes
-from tests.support.runtime.rank_processes import Ranks
+from tests.support.runtime.rank_processes import Ranks, ranks_fixture
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as both:
-        yield both
+ranks = ranks_fixture(2)
 
 
 def test_a_rank_without_data_learns_the_shapes(ranks: Ranks) -> None:
@@ -70,8 +65,7 @@ def test_replicas_that_share_experts_plan_the_largest_microbatches_and_each_runs
     other = (Microbatch((30,)), Microbatch((20, 10)), Microbatch((8, 8)), Microbatch((401,)))
     first, second = ranks.run(shapes, [SHAPES, other], ("", ""), (0, 70), (4, 5))
     assert (first.here, second.here) == (SHAPES, other)
-    assert first.shapes == second.shapes
-    assert first.num_bytes == second.num_bytes
+    assert (first.shapes, first.num_bytes) == (second.shapes, second.num_bytes)
     for own in (SHAPES, other):
         for largest, one in zip(first.shapes, own, strict=True):
             assert sum(largest.lengths) >= sum(one.lengths)
@@ -82,8 +76,7 @@ def test_replicas_that_share_experts_plan_the_largest_microbatches_and_each_runs
 def test_the_largest_shape_has_the_most_tokens_and_pairs_and_hardly_more(replicas: list[list[int]]) -> None:
     found = _largest(tuple(Microbatch(tuple(lengths)) for lengths in replicas))
     assert sum(found.lengths) == max(map(sum, replicas))
-    most = max(map(_pairs, replicas))
-    assert _pairs(found.lengths) >= most
+    assert _pairs(found.lengths) >= max(map(_pairs, replicas))
     assert found.lengths in map(tuple, replicas) or len(found.lengths) <= 2
 
 
@@ -111,18 +104,14 @@ def ahead_of_one_rank():
 
 def test_items_that_were_seen_ahead_are_taken_in_order():
     items = LookAhead(iter(LENGTHS))
-    assert items.peek(2) == [5, 3]
-    assert next(items) == 5
-    assert items.peek(3) == [3, 8, 2]
-    assert list(items) == [3, 8, 2, 9, 4]
-    assert items.peek(2) == []
+    assert (items.peek(2), next(items), items.peek(3)) == ([5, 3], 5, [3, 8, 2])
+    assert (list(items), items.peek(2)) == ([3, 8, 2, 9, 4], [])
 
 
 def test_iterators_get_one_look_ahead_for_good():
     own = iterator()
     (first,) = installed([own, None])
-    assert installed([own, None]) == [first]
-    assert installed([None]) == []
+    assert (installed([own, None]), installed([None])) == ([first], [])
     assert installed([own, iter(LENGTHS)]) is None
 
 
@@ -134,31 +123,22 @@ def test_the_next_iteration_is_agreed_on_before_its_items_are_taken():
     assert [next(source) for _ in range(2)] == [8, 2]
 
 
-def test_nothing_is_agreed_on_before_the_first_iteration_and_for_another_count():
+@pytest.mark.parametrize(("begun", "taken"), [(None, 2), (2, 3), (7, 7)], ids=["the first", "another count", "its end"])
+def test_nothing_is_agreed_on_before_the_first_iteration_for_another_count_and_where_the_iterator_ends(begun, taken):
     ahead, (source,) = ahead_of_one_rank(), installed([iterator()])
-    assert ahead.take([source], 2) is None
-    ahead.begin([source], 2, shapes_of)
-    assert ahead.take([source], 3) is None
-    assert [next(source) for _ in range(3)] == [5, 3, 8]
-
-
-def test_where_the_iterator_ends_the_iteration_itself_says_so():
-    ahead, (source,) = ahead_of_one_rank(), installed([iterator()])
-    ahead.begin([source], 7, shapes_of)
-    assert ahead.take([source], 7) is None
+    if begun is not None:
+        ahead.begin([source], begun, shapes_of)
+    assert ahead.take([source], taken) is None
     assert list(source) == list(LENGTHS)
 
 
-@pytest.mark.parametrize("change", ["an item is taken", "another iterator"])
-def test_an_iterator_that_moved_since_is_an_error(change: str):
-    ahead, (source,) = ahead_of_one_rank(), installed([iterator()])
-    ahead.begin([source], 2, shapes_of)
-    if change == "an item is taken":
-        next(source)
-    else:
-        (source,) = installed([iterator()])
+@pytest.mark.parametrize("at", [0, 1], ids=["an item is taken", "another iterator"])
+def test_an_iterator_that_moved_since_is_an_error(at: int):
+    ahead, sources = ahead_of_one_rank(), installed([iterator(), iterator()])
+    ahead.begin(sources[:1], 2, shapes_of)
+    next(sources[0])
     with pytest.raises(EppError, match="not the one of the last call"):
-        ahead.take([source], 2)
+        ahead.take([sources[at]], 2)
 
 
 def test_a_rank_without_data_gets_what_the_others_agreed_on():

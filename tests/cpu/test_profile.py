@@ -8,8 +8,8 @@ import torch
 from megatron_epp.plan.serialize import load
 from megatron_epp.runtime.links.processes import measure_link
 from megatron_epp.tools.cli.main import main
+from megatron_epp.tools.cli.measure_profile import fit_profile
 from megatron_epp.tools.formulas import CPU, ModelShape, Profile
-from megatron_epp.tools.formulas.profile_fit import fit_profile
 from megatron_epp.tools.machine.profiling import Grid, measure
 
 SHAPE = ModelShape(

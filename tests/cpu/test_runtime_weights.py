@@ -24,8 +24,7 @@ class Network:
         self.gradients = WeightGradients()
 
     def forward(self, chunk, apply):
-        hidden = torch.tanh(apply(self.layers[0], self.inputs[chunk]))
-        return apply(self.layers[1], hidden).square().sum()
+        return apply(self.layers[1], torch.tanh(apply(self.layers[0], self.inputs[chunk]))).square().sum()
 
     def backward(self, chunk, keep=False):
         with self.gradients.keeping(chunk) if keep else contextlib.nullcontext():
@@ -52,18 +51,16 @@ def assert_equal(found, expected):
 
 
 def test_computed_with_the_backward_or_later_it_is_autograds_own_to_the_last_bit():
-    network = Network()
+    at_once, later, expected = Network(), Network(), ordinary()
     for chunk in (0, 1):
-        network.backward(chunk)
-    assert_equal(network.found(), ordinary().found())
-    network = Network()
+        at_once.backward(chunk)
+        later.backward(chunk, keep=True)
+    assert_equal([x.grad for x in later.inputs], [x.grad for x in expected.inputs])
+    assert [layer.weight.grad for layer in later.layers] == [None, None]
     for chunk in (0, 1):
-        network.backward(chunk, keep=True)
-    assert_equal([x.grad for x in network.inputs], [x.grad for x in ordinary().inputs])
-    assert [layer.weight.grad for layer in network.layers] == [None, None]
-    for chunk in (0, 1):
-        network.gradients.run(chunk)
-    assert_equal(network.found(), ordinary().found())
+        later.gradients.run(chunk)
+    for network in (at_once, later):
+        assert_equal(network.found(), expected.found())
 
 
 def test_hooks_of_a_weight_fire_when_its_gradient_is_computed_and_only_then():
@@ -81,14 +78,12 @@ def test_what_is_kept_is_the_layers_inputs_and_the_gradients_of_their_outputs():
     network = Network()
     kept = 4 * TOKENS * (WIDTH + 3 * WIDTH) * 2
     with SavedTensors(network.parameters()) as meter:
-        network.backward(0, keep=True)
-        assert meter.live_bytes == kept
-        network.backward(1, keep=True)
-        assert meter.live_bytes == 2 * kept
-        network.gradients.run(0)
-        assert meter.live_bytes == kept
-        network.gradients.run(1)
-        assert meter.live_bytes == 0
+        for chunk in (0, 1):
+            network.backward(chunk, keep=True)
+            assert meter.live_bytes == (1 + chunk) * kept
+        for chunk in (0, 1):
+            network.gradients.run(chunk)
+            assert meter.live_bytes == (1 - chunk) * kept
 
 
 def test_a_gradient_that_was_not_kept_cannot_be_computed():

@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from megatron_epp.launch.machine import free_port
 from megatron_epp.launch.yaml_settings import Launch
-from megatron_epp.tools.launch.command import command_of
+from megatron_epp.tools.cli.train import command_of
 
 LAUNCH = [sys.executable, "-m", "megatron_epp.tools.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
 

@@ -22,8 +22,8 @@ TRAINING = ["-m", "megatron_epp.mcore.pretrain_gpt", *TINY, "--pipeline-model-pa
 SAVED = "latest_checkpointed_iteration.txt"
 WITH_MANAGER = """
 import multiprocessing, os, signal
-from megatron_epp.mcore.patches import every_run, patching
-patching.apply(every_run.patches())
+from megatron_epp.mcore.patches import environment, patching
+patching.apply(environment.of_every_run())
 manager = multiprocessing.get_context({method!r}).Manager()
 print(manager._process.pid, manager.list([7])[0], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from megatron_epp.mcore import cpu, features
-from megatron_epp.mcore.patches import environment, every_run, install, patching
+from megatron_epp.mcore.patches import environment, install, patching
 from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
 from tests.support.mcore import forked
@@ -103,7 +103,9 @@ def test_code_with_another_fingerprint_is_refused_and_nothing_is_applied(library
 
 
 def test_every_patch_of_ours_has_a_reason() -> None:
-    assert all(patch.reason for patch in (*install.patches(), *environment.patches(), *every_run.patches(), *cpu.patches()))
+    assert all(
+        patch.reason for patch in (*install.patches(), *environment.patches(), *environment.of_every_run(), *cpu.patches())
+    )
 
 
 @pytest.mark.parametrize("target", ["patched_library:nothing", "patched_library:Greeter.nothing", "no_such_module:f"])

@@ -405,7 +405,7 @@ def test_long_work_reports_progress(folder, tmp_path, monkeypatch, caplog):
     assert "prepared 5 documents, 70,283 tokens; now at" in caplog.text
 
 
-def test_histogram_counts_documents_and_tokens_in_fourfold_bins():
+def test_histogram_count_saved_tensors_and_tokens_in_fourfold_bins():
     lines = histogram(np.array([1, 3, 4, 15, 16, 100, 1000]))
     counts = [line.split()[3] for line in lines[1:]]
     assert [line.split()[:3] for line in lines[1:3]] == [["1", "-", "3"], ["4", "-", "15"]]

@@ -114,7 +114,7 @@ class TrainedStage(RecordedStage):
 def reductions_of_training(stages: list[TrainedStage]) -> Reduction:
     """As `forward_backward` makes them, with `--overlap-grad-reduce`."""
     config = SimpleNamespace(no_sync_func=[stage.no_sync for stage in stages], grad_sync_func=None)
-    return Reduction(config, stages, has_first=stages[0].number == 0, splits_weights=False)
+    return Reduction(config, stages, may_use_hooks=stages[0].number == 0, splits_weights=False)
 
 
 @pytest.mark.parametrize("make_plan", [two_ranks, v_shape, looped])

@@ -19,11 +19,11 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.checks import REFUSED_LAYERS, pattern_problem
 from megatron_epp.mcore.arguments.consequences import EOD, IDLE, IMPLIED, prepare_epp_args
 from megatron_epp.mcore.arguments.layout import BETWEEN_STAGES, token_multiple
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
+from megatron_epp.mcore.arguments.setting_checks import REFUSED_LAYERS, pattern_problem
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.adopt_built import refusal
 from megatron_epp.mcore.model.core_attention import RelayAttention

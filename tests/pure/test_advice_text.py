@@ -38,8 +38,7 @@ def advice(best=(BEST,), slower=(), refused=(), plain=None, gain=GAIN):
 
 
 def stock(step_us, config=CONFIG, rows=8, steps=0, modes=("full",)):
-    decisions = Decisions((), (), [[steps]], modes)
-    return Baseline(config, Stock(step_us, config.stages, rows, None, None, decisions))
+    return Baseline(config, Stock(step_us, config.stages, rows, None, None, Decisions((), (), [[steps]], modes)))
 
 
 def words(text):
@@ -48,8 +47,7 @@ def words(text):
 
 def test_a_step_takes_the_sum_of_its_parts_and_tokens_per_second_are_those_of_the_whole_batch():
     assert (PARTS.step_us, entry(bubble_us=250.0).parts.step_us) == (1000.0, 1250.0)
-    assert BEST.peak_bytes == 3 << 30
-    assert advice().tokens_per_s(1000.0) == 10_000.0
+    assert (BEST.peak_bytes, advice().tokens_per_s(1000.0)) == (3 << 30, 10_000.0)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +70,12 @@ def test_the_part_that_takes_most_of_the_extra_time_is_the_reason(part, facts):
 
 def test_exchanges_are_told_with_the_sizes_that_share_a_layer_and_whether_they_leave_a_node():
     experts = replace(QUESTION, flags=FLAGS | {"num_experts": 4})
-    for sizes, text in (
-        (Configuration(2, 1, 1, 2), "TP 2 takes"),
-        (Configuration(2, 2, 1, 1, expert=2), "TP 2 x CP 2 x EP 2 across nodes takes"),
-        (Configuration(2, 1, 1, 2, expert=2), "TP 2 x EP 2 takes"),  # experts' ranks are neighbours
-        (Configuration(2, 1, 1, 2, expert=2, expert_tensor=2), "TP 2 x EP 2 x ETP 2 across nodes takes"),
+    for asked, sizes, text in (
+        (QUESTION, Configuration(2, 1, 1, 2), "TP 2 takes"),
+        (experts, Configuration(2, 2, 1, 1, expert=2), "TP 2 x CP 2 x EP 2 across nodes takes"),
+        (experts, Configuration(2, 1, 1, 2, expert=2), "TP 2 x EP 2 takes"),  # experts' ranks are neighbours
+        (experts, Configuration(2, 1, 1, 2, expert=2, expert_tensor=2), "TP 2 x EP 2 x ETP 2 across nodes takes"),
     ):
-        asked = experts if sizes.expert > 1 else QUESTION
         assert f"exchange within {text} 40%" in why_slower(asked, entry(config=sizes, exchange_us=500.0), BEST)
 
 
@@ -111,25 +108,25 @@ def test_plain_1f1b_is_compared_with_the_best(step_us, words_of_it, is_as_good):
     assert f"{10 / step_us * 1e6:,.0f} tokens/s, {1000 / step_us:.0%} of the best above." in text
     assert given.plain_is_as_good == is_as_good
     assert "rows of up to 8 tokens and no recompute:" in text
-    one_layer = words(as_text(advice(plain=stock(step_us, steps=1)), 1, everything=False))
-    assert "and recompute of a layer of each stage:" in one_layer
-    shared = replace(CONFIG, expert=2)
-    for config, is_told in ((CONFIG, False), (shared, True)):
-        told = words(as_text(advice(plain=stock(step_us, config)), 1, everything=False))
-        assert ("Its replicas are taken not to wait for each other where they share experts" in told) == is_told
-    three = words(as_text(advice(plain=stock(step_us, steps=3)), 1, everything=False))
-    assert "rows of up to 8 tokens and recompute of 3 layers of each stage:" in three
-    several = stock(step_us, Configuration(1, 1, 2, 2, virtual=2, layers=(2,) * 4), steps=2, modes=("mlp",))
-    assert "interleaved 1F1B at its best has" in (text := words(as_text(advice(plain=several), 1, everything=False)))
-    assert "recompute of norms and MLPs:" in text
+
+    def told(*args, **named):
+        return words(as_text(advice(plain=stock(step_us, *args, **named)), 1, everything=False))
+
+    assert "and recompute of a layer of each stage:" in told(steps=1)
+    assert "rows of up to 8 tokens and recompute of 3 layers of each stage:" in told(steps=3)
+    for config, is_told in ((CONFIG, False), (replace(CONFIG, expert=2), True)):
+        assert ("Its replicas are taken not to wait for each other where they share experts" in told(config)) == is_told
+    several = told(Configuration(1, 1, 2, 2, virtual=2, layers=(2,) * 4), steps=2, modes=("mlp",))
+    assert "interleaved 1F1B at its best has" in several
+    assert "recompute of norms and MLPs:" in several
 
 
 def test_the_gain_is_divided_by_cause_and_the_factors_multiply_to_the_whole():
     text = as_text(advice(), 1, everything=False)
-    for cause, factor in zip(CAUSES, ("1.25x", "1.25x", "1.00x", "1.02x", "1.00x"), strict=True):
-        assert re.search(rf"^{re.escape(cause)} +{factor}$", text, re.MULTILINE)
-    assert re.search(r"all together, over 1F1B of even layers, one stage per rank +1.60x$", text, re.MULTILINE)
-    assert re.search(r"of it by plans, over Megatron's own at its best +1.02x$", text, re.MULTILINE)
+    factors = dict(zip(map(re.escape, CAUSES), ("1.25x", "1.25x", "1.00x", "1.02x", "1.00x"), strict=True))
+    factors |= {"all together, over 1F1B of even layers, one stage per rank": "1.60x"}
+    for cause, factor in (factors | {"of it by plans, over Megatron's own at its best": "1.02x"}).items():
+        assert re.search(rf"^{cause} +{factor}$", text, re.MULTILINE)
     assert math.prod(GAIN.factors) == pytest.approx(1.6)
     row = as_json(advice(plain=stock(1024.0)))["gain"]
     assert math.prod(one["factor"] for one in row["causes"]) == pytest.approx(1.6)
@@ -137,8 +134,7 @@ def test_the_gain_is_divided_by_cause_and_the_factors_multiply_to_the_whole():
 
 
 def test_what_fits_only_with_a_cause_has_no_factor_and_the_gain_is_over_the_first_that_fits():
-    gain = Gain((math.inf, math.inf, 1500.0, 1200.0, 1000.0, 750.0))
-    text = "\n".join(gain.lines())
+    text = "\n".join(Gain((math.inf, math.inf, 1500.0, 1200.0, 1000.0, 750.0)).lines())
     assert re.search(r"layers and virtual stages.* 1.00x\n.*packing.* fits only so\n", text)
     assert re.search(r"all together, over the first that fits +2.00x", text)
     nothing = Gain((math.inf,) * 4 + (1000.0, 1000.0))

@@ -119,7 +119,7 @@ def test_an_interrupted_command_ends_with_130_and_without_a_traceback(monkeypatc
     def interrupted(args, lengths, layout):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_plan, "costs_of", interrupted)
+    monkeypatch.setattr(cli_plan.planning_flags, "costs_of", interrupted)
     assert exit_code(["plan", *BATCH, "--layout", "even"]) == 130  # no slow step, which would be told
     assert capsys.readouterr().err == "\nmegatron-epp: interrupted\n"
 

@@ -59,8 +59,7 @@ def test_a_function_is_called_behind_a_modules_import_once(engine: str) -> None:
     assert not seen
     importlib.import_module(engine)
     importlib.import_module(engine)
-    assert seen == ["stock"]
-    assert len(sys.meta_path) == hooks - 1
+    assert (seen, len(sys.meta_path)) == (["stock"], hooks - 1)
     callers.when_imported(engine, lambda: seen.append("at once"))
     assert seen[-1] == "at once"
 

@@ -1,6 +1,7 @@
 """Files of models, clusters and costs: those shipped, of earlier versions and of runs, and what is wrong with others."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,11 @@ from megatron_epp.plan.layout import even_layers
 from megatron_epp.plan.yaml_files import find, shipped
 from megatron_epp.tools.formulas import CPU, H100, ModelShape, Profile, analytic_costs, analytic_profile
 from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_costs, load_flags, shape_of
+from tests.support.calls import refusal
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-BY_HAND = {
-    "kind": "layer",
-    "forward": {"fixed_us": 9.0, "per_token_us": 1.0},
-    "backward": {"fixed_us": 19.0, "per_token_us": 2.0},
+BY_HAND = {"kind": "layer"} | {
+    way: {"fixed_us": fixed_us, "per_token_us": us} for way, fixed_us, us in (("forward", 9.0, 1.0), ("backward", 19.0, 2.0))
 }
 
 
@@ -82,15 +82,13 @@ def test_an_obstacle_names_each_difference_with_both_values() -> None:
 
 
 STATE = to_state([KEPT])
+LEARNT = STATE["pipelines"][0]["costs"]
 BAD: dict[str, tuple[Any, str]] = {
     "no dictionary": ([1], "not a dictionary"),
     "another schema": ({**STATE, "schema": "x"}, "schema 'x' version 1"),
     "a later version": ({**STATE, "version": 2}, "version 2"),
     "no list": ({**STATE, "pipelines": 3}, "pipelines is 3, which is not a list"),
-    "no fingerprint": (
-        {**STATE, "pipelines": [{"costs": STATE["pipelines"][0]["costs"]}]},
-        r"pipelines\[0\].learnt_with is missing",
-    ),
+    "no fingerprint": ({**STATE, "pipelines": [{"costs": LEARNT}]}, r"pipelines\[0\].learnt_with is missing"),
     "no costs": ({**STATE, "pipelines": [{"learnt_with": {}}]}, r"pipelines\[0\].costs is missing"),
     "other costs": ({**STATE, "pipelines": [{"learnt_with": {}, "costs": {}}]}, r"\[0\].costs: not a cost profile"),
 }
@@ -117,9 +115,7 @@ def test_the_file_of_a_run_that_learnt_costs_is_a_file_of_costs(tmp_path: Path) 
         ([replace(KEPT, costs=of_whole_microbatches(KEPT.costs))], "a script's own microbatches"),
     ],
 )
-def test_learnt_costs_that_are_not_those_of_one_training_on_documents_are_refused(
-    tmp_path: Path, kept: list[KeptCosts], reason: str
-) -> None:
+def test_learnt_costs_that_are_not_those_of_one_training_on_documents_are_refused(tmp_path, kept, reason) -> None:
     path = tmp_path / FILE_NAME
     path.write_text(json.dumps(to_state(kept)))
     with pytest.raises(EppError, match=f"{FILE_NAME}.*{reason}"):
@@ -168,10 +164,8 @@ def test_a_cluster_starts_from_known_rates_and_changes_some(tmp_path: Path):
     path = tmp_path / "mine.yaml"
     path.write_text("rates: cpu\nlinear_flops: 5e9\ndevice_memory_gb: 3\n")
     cluster = load_cluster(str(path))
-    assert cluster.rates.linear_flops == 5e9
-    assert cluster.rates.message_bytes == CPU.message_bytes
-    assert cluster.device_memory_gb == 3
-    assert load_cluster("h100x8").rates.linear_flops == H100.linear_flops
+    assert (cluster.rates.linear_flops, cluster.rates.message_bytes) == (5e9, CPU.message_bytes)
+    assert (cluster.device_memory_gb, load_cluster("h100x8").rates.linear_flops) == (3, H100.linear_flops)
 
 
 @pytest.mark.parametrize(
@@ -188,18 +182,12 @@ def test_a_cluster_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str
         load_cluster(str(path))
 
 
-def test_a_model_that_lacks_something_is_refused(tmp_path: Path):
-    with pytest.raises(EppError, match="hidden_size, a whole number"):
-        shape_of({"num_layers": 2})
+def test_a_model_that_lacks_something_is_refused_and_an_unknown_name_with_the_known_ones(tmp_path: Path):
     path = tmp_path / "model.yaml"
     path.write_text("hidden_size: 3")
-    with pytest.raises(EppError, match="no `megatron:`"):
-        load_flags(str(path))
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(EppError, match=r"no file gpt5.*llama3-8b"):
-        find("models", "gpt5")
+    assert "hidden_size, a whole number" in refusal(shape_of, {"num_layers": 2})
+    assert "no `megatron:`" in refusal(load_flags, str(path))
+    assert re.search("no file gpt5.*llama3-8b", refusal(find, "models", "gpt5"))
 
 
 def test_without_yaml_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch):
@@ -208,21 +196,21 @@ def test_without_yaml_the_error_names_the_package(monkeypatch: pytest.MonkeyPatc
         load_flags("llama3-8b")
 
 
+LLAMA = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
+
+
 @pytest.mark.parametrize(("layers", "stages"), [(32, 8), (40, 16), (7, 3), (5, 5), (1, 1), (9, 1)])
 def test_layers_are_spread_to_the_last_one(layers: int, stages: int):
-    profile = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
-    for spread in (even_layers(layers, stages), balanced_layers(profile, layers, stages)):
-        assert sum(spread) == layers
-        assert len(spread) == stages
+    for spread in (even_layers(layers, stages), balanced_layers(LLAMA, layers, stages)):
+        assert (sum(spread), len(spread)) == (layers, stages)
     assert max(even_layers(layers, stages)) - min(even_layers(layers, stages)) <= 1
 
 
 def test_the_longer_the_sequences_the_more_layers_the_last_stage_has():
     """Attention makes layers take longer, the vocabulary's work stays."""
-    profile = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
-    last = [balanced_layers(profile, 32, 8, (tokens,))[-1] for tokens in (1, 1 << 15, 1 << 17, 1 << 20)]
+    last = [balanced_layers(LLAMA, 32, 8, (tokens,))[-1] for tokens in (1, 1 << 15, 1 << 17, 1 << 20)]
     assert last == sorted(last)
-    assert last[0] == balanced_layers(profile, 32, 8)[-1] < last[-1] == 4
+    assert last[0] == balanced_layers(LLAMA, 32, 8)[-1] < last[-1] == 4
 
 
 def test_more_stages_than_layers_are_refused():

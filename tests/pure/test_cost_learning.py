@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -42,12 +42,17 @@ def events(plan, stage, scale=1.0, split=False):
     return tuple(found)
 
 
+def warm_learner(plan):
+    learner = Learner()
+    for _ in range(WARM_UP):
+        learner.add(plan, (), {})
+    return learner
+
+
 def learnt(scales=(1.0,) * RECORDED, kept_per_token=0, split=False):
     plan, found = plan_of(), []
     for rank in (0, 1):
-        learner = Learner()
-        for _ in range(WARM_UP):
-            learner.add(plan, (), {})
+        learner = warm_learner(plan)
         for scale in scales:
             kept = {
                 (op, rank, chunk): kept_per_token * size_of(plan, chunk)[0] // (1 if op is Op.F else 4)
@@ -59,10 +64,11 @@ def learnt(scales=(1.0,) * RECORDED, kept_per_token=0, split=False):
     return fitted_costs(FORMULAS, found)
 
 
+SOME = ((64, 2080), (700, 245_350), (3000, 4_501_500))
+
+
 def same(found: LinearTime, expected: LinearTime) -> bool:
-    return all(
-        found.time_us(*s) == pytest.approx(expected.time_us(*s)) for s in ((64, 2080), (700, 245_350), (3000, 4_501_500))
-    )
+    return all(found.time_us(*size) == pytest.approx(expected.time_us(*size)) for size in SOME)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -92,10 +98,10 @@ def test_times_of_spans_are_those_of_as_many_tokens():
             line, chunk = (FORWARD if text[1] == "F" else BACKWARD)[rank], int(text[2:])
             yield text, start_us, end_us + line.per_token_us * more[chunk] * (rank == 0), None
 
-    learners = [Learner() for _ in range(2)]
+    learners = [warm_learner(plan) for _ in range(2)]
     for rank, learner in enumerate(learners):
-        for number in range(WARM_UP + RECORDED):
-            learner.add(plan, tuple(slower(rank)) if number >= WARM_UP else (), {}, span_tokens=more.__getitem__)
+        for _ in range(RECORDED):
+            learner.add(plan, tuple(slower(rank)), {}, span_tokens=more.__getitem__)
     costs = fitted_costs(FORMULAS, [learner.learnt for learner in learners])
     for stage in (0, 1):
         assert same(costs.stages[stage].line("forward"), FORWARD[stage])
@@ -128,16 +134,14 @@ def test_the_error_of_formulas_is_told_as_a_ratio():
         return stage
 
     twice = replace(FORMULAS, stages=tuple(map(slower, FORMULAS.stages)))
-    found = deviation(FORMULAS, twice, [(64, 2080), (3000, 4_501_500)])
+    found = deviation(FORMULAS, twice, SOME)
     assert found[:3] == pytest.approx((2.0, 2.0, 2.0))
-    assert found[3:] == (None, None)
-    assert str(found) == "2.00 of the time by formulas (stages 2.00 to 2.00)"
+    assert (found[3:], str(found)) == ((None, None), "2.00 of the time by formulas (stages 2.00 to 2.00)")
 
 
 def test_static_bytes_are_changed_by_stage():
-    costs = with_static(
-        with_static(learnt(), lambda stage, _: Static(weights=5 * stage)), lambda _, held: replace(held, buffers=2)
-    )
+    costs = with_static(learnt(), lambda stage, _: Static(weights=5 * stage))
+    costs = with_static(costs, lambda _, held: replace(held, buffers=2))
     assert [stage.static_bytes for stage in costs.stages] == [2, 7]
 
 
@@ -146,16 +150,10 @@ OF_LAYERS, OF_BACKWARDS = LAYER.scaled(2), LinearTime(200.0, 9.0, 0.05)
 
 
 def learner_of(plan: Plan, again_us: LinearTime = LinearTime()) -> Learner:  # noqa: B008 - frozen
-    learner = Learner()
-    for _ in range(WARM_UP):
-        learner.add(plan, (), {})
+    learner, lines = warm_learner(plan), (("F", OF_LAYERS), ("B", OF_BACKWARDS + again_us))
+    sizes = [size_of(plan, chunk) for chunk in range(len(plan.chunks))]
+    events = [(f"0{op}{chunk}", 0.0, line.time_us(*size), None) for chunk, size in enumerate(sizes) for op, line in lines]
     for _ in range(RECORDED):
-        events = []
-        for chunk in range(len(plan.chunks)):
-            size = size_of(plan, chunk)
-            backward_us = OF_BACKWARDS.time_us(*size) + again_us.time_us(*size)
-            events.append((f"0F{chunk}", 0.0, OF_LAYERS.time_us(*size), None))
-            events.append((f"0B{chunk}", 0.0, backward_us, None))
         learner.add(plan, events, {})
     return learner
 
@@ -170,8 +168,7 @@ def only_layers(stage: StageCosts) -> StageCosts:
 
 
 def test_a_backward_is_learnt_without_the_forward_that_layers_run_again() -> None:
-    plan = plan_of(recompute=Recompute(full=1))
-    stage = first_stage(learner_of(plan, again_us=LAYER))
+    stage = first_stage(learner_of(plan_of(recompute=Recompute(full=1)), again_us=LAYER))
     assert same(stage.line("forward"), OF_LAYERS)
     assert same(stage.line("backward"), OF_BACKWARDS)
     assert same(stage.layers.forward, LAYER)
@@ -195,19 +192,14 @@ def test_weight_gradients_that_were_not_split_keep_their_share_of_the_backward()
 
 @pytest.mark.parametrize("sizes", [(700,), (700, 900), (700, 800, 900, 1000, 1100)])
 def test_nearly_equal_sizes_scale_the_formulas(sizes: tuple[int, ...]) -> None:
-    before, after = only_layers(FORMULAS.stages[0]), first_stage(learner_of(plan_of(sizes)))
-    assert same(
-        after.layers.forward,
-        before.layers.forward.scaled(after.layers.forward.per_token_us / before.layers.forward.per_token_us),
-    )
-    assert after.line("forward").time_us(*size_of(plan_of(sizes), 0)) == pytest.approx(
-        OF_LAYERS.time_us(*size_of(plan_of(sizes), 0)), rel=0.15
-    )
+    before, stage = only_layers(FORMULAS.stages[0]).layers.forward, first_stage(learner_of(plan_of(sizes)))
+    after, size = stage.layers.forward, size_of(plan_of(sizes), 0)
+    assert same(after, before.scaled(after.per_token_us / before.per_token_us))
+    assert stage.line("forward").time_us(*size) == pytest.approx(OF_LAYERS.time_us(*size), rel=0.15)
 
 
 def test_a_stage_shares_its_time_between_layers_and_the_rest_as_by_formula() -> None:
-    learner = learner_of(plan_of())
-    stage = fitted_costs(FORMULAS, [learner.learnt]).stages[0]
+    stage = fitted_costs(FORMULAS, [learner_of(plan_of()).learnt]).stages[0]
     before = FORMULAS.stages[0]
     assert before.line_of_ends("forward").per_token_us > 0
     share = before.line_of_ends("forward").per_token_us / before.line("forward").per_token_us
@@ -215,26 +207,20 @@ def test_a_stage_shares_its_time_between_layers_and_the_rest_as_by_formula() -> 
 
 
 def test_stages_without_layers_have_their_time_in_the_rest() -> None:
-    costs = analytic_profile(SHAPE, CPU).costs((0, 4))
-    stage = fitted_costs(costs, [learner_of(plan_of()).learnt]).stages[0]
+    stage = fitted_costs(analytic_profile(SHAPE, CPU).costs((0, 4)), [learner_of(plan_of()).learnt]).stages[0]
     assert stage.layers.forward == LinearTime()
     assert same(stage.line_of_ends("forward"), OF_LAYERS)
 
 
 def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() -> None:
     plan, last, shares, slowness = plan_of(), FORMULAS.stages[1], (0.1, 1.0, 0.3, 0.0), 1.7
-    learner = Learner()
-    for _ in range(WARM_UP + RECORDED):
-        events = []
-        for op, whole, extra in (
-            ("F", last.line("forward"), last.line_of_ends("forward")),
-            ("B", last.line("backward"), last.line_of_ends("backward")),
-        ):
-            for chunk, share in enumerate(shares):
-                tokens, *_ = size = size_of(plan, chunk)
-                time_us = whole.time_us(*size) - extra.per_token_us * tokens * (1 - share)
-                events.append((f"1{op}{chunk}", 0.0, slowness * time_us, None))
-        learner.add(plan, events if learner.seen >= WARM_UP else (), {}, output_share=shares.__getitem__)
+    learner, events = warm_learner(plan), []
+    for (op, name), (chunk, share) in product((("F", "forward"), ("B", "backward")), enumerate(shares)):
+        tokens, *_ = size = size_of(plan, chunk)
+        time_us = last.line(name).time_us(*size) - last.line_of_ends(name).per_token_us * tokens * (1 - share)
+        events.append((f"1{op}{chunk}", 0.0, slowness * time_us, None))
+    for _ in range(RECORDED):
+        learner.add(plan, events, {}, output_share=shares.__getitem__)
     found = fitted_costs(FORMULAS, [learner.learnt], keeps_weights=True).stages[1]
     assert same(found.line("forward"), last.line("forward").scaled(slowness))
     assert same(found.line("backward"), last.line("backward").scaled(slowness))
@@ -243,11 +229,11 @@ def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() ->
 
 def equal_in_time(line: LinearTime, length: int, count: int) -> list[tuple[int, int]]:
     """Starts and ends of slices of a sequence that take equal times."""
-    whole_us = line.time_us(length, causal_pairs(0, length))
-    ends = [
-        min(range(length + 1), key=lambda end: abs(line.time_us(end, causal_pairs(0, end)) - whole_us * part / count))
-        for part in range(1, count)
-    ]
+
+    def us(end: int) -> float:
+        return line.time_us(end, causal_pairs(0, end))
+
+    ends = [min(range(length + 1), key=lambda end: abs(us(end) - us(length) * part / count)) for part in range(1, count)]
     return [*pairwise([0, *ends, length])]
 
 
@@ -267,6 +253,5 @@ def test_it_is_told_which_times_the_batches_do_not_tell() -> None:
     cut = [(end - start, causal_pairs(start, end)) for start, end in equal_in_time(OF_LAYERS, 4000, 8)]
     assert undetermined(OF_LAYERS, [Timed(*size, 1.0) for size in cut]) == ("fixed time",)
     assert undetermined(OF_LAYERS, [Timed(700, 250_000, 1.0)]) == ("fixed time", "time per token", "time per pair")
-    alone = [Timed(size, causal_pairs(0, size), 1.0) for size in SIZES]
-    assert undetermined(OF_LAYERS, alone) == ()
+    assert undetermined(OF_LAYERS, [Timed(size, causal_pairs(0, size), 1.0) for size in SIZES]) == ()
     assert undetermined(OF_LAYERS, []) == ()

@@ -10,10 +10,10 @@ from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import EppError
+from megatron_epp.tools.cli.measure_profile import fit_profile
 from megatron_epp.tools.formulas import CPU, H100, H100_NODE, ModelPart, ModelShape, Profile, on_device
 from megatron_epp.tools.formulas.analytic import analytic_profile
 from megatron_epp.tools.formulas.library import load_flags, shape_of
-from megatron_epp.tools.formulas.profile_fit import fit_profile
 
 SHAPE = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 PROFILE = Profile(

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import sys
 import tarfile
 import zipfile
@@ -15,18 +16,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_epp.data import records
-from megatron_epp.data.token_record import (
-    SUFFIX,
-    Tokenizer,
-    TokenRecord,
-    check_ids,
-    check_kind,
-    check_tokenizer,
-    digest_of,
-    load_record,
-)
+from megatron_epp.data import records, token_record
+from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord, check_kind, check_tokenizer, digest_of, load_record
 from megatron_epp.plan.errors import EppError
+from tests.support.calls import refusal
 
 ROWS = [{"text": "h\u00e9llo"}, {"text": "b\nc", "n": 1}]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
@@ -65,11 +58,9 @@ def test_compressed_lines_are_those_of_the_file_that_is_compressed(tmp_path, suf
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_what_is_compressed_and_cut_short_or_damaged_is_refused(tmp_path, suffix):
-    whole = COMPRESS[suffix](LINES * 100)
-    cut = written(tmp_path / f"cut.jsonl.{suffix}", whole[:-9])
-    with pytest.raises(
-        EppError, match=rf"cut\.jsonl\.{suffix} is damaged or cut short: (gzip|bzip2|xz|zstd) cannot decompress"
-    ):
+    cut = written(tmp_path / f"cut.jsonl.{suffix}", COMPRESS[suffix](LINES * 100)[:-9])
+    says = rf"cut\.jsonl\.{suffix} is damaged or cut short: (gzip|bzip2|xz|zstd) cannot decompress"
+    with pytest.raises(EppError, match=says):
         read(cut)
 
 
@@ -95,12 +86,8 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     compressed = written(tmp_path / "in.jsonl.zst", by_zstd(LINES))
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(EppError, match=r"in\.parquet, which is Parquet, needs pyarrow: pip install 'megatron-epp\[parquet\]'"):
-        read(path)
-    with pytest.raises(
-        EppError, match=r"reading a file compressed by zstd needs pyarrow: pip install 'megatron-epp\[parquet\]'"
-    ):
-        read(compressed)
+    for file, what in ((path, "in.parquet, which is Parquet,"), (compressed, "reading a file compressed by zstd")):
+        assert f"{what} needs pyarrow: pip install 'megatron-epp[parquet]'" in refusal(read, file)
 
 
 def archive(kind):
@@ -130,10 +117,8 @@ BINARY = {
 def test_what_is_binary_is_refused_by_what_it_is(tmp_path, kind):
     content, what, remedy = BINARY[kind]
     path = written(tmp_path / "in.jsonl", content)
-    with pytest.raises(EppError) as refused:
-        read(path)
-    assert str(refused.value).startswith(f"{path} is {what}")
-    assert remedy in str(refused.value)
+    said = refusal(read, path)
+    assert (said.startswith(f"{path} is {what}"), remedy in said) == (True, True), said
 
 
 @pytest.mark.parametrize("text", ["%PDF-1.7 begins a PDF", "BZh9 is no archive", "PK\x03\x04 in text", "GIF89a"])
@@ -180,9 +165,9 @@ def test_a_record_that_is_none_or_has_another_field_is_refused_with_its_path(tmp
     path = tmp_path / f"corpus{SUFFIX}"
     record().save(str(path))
     path.write_text(content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content))
-    with pytest.raises(EppError, match=rf"corpus\.tokenizer\.json does not say which tokenizer .*{told}") as refused:
-        load_record(str(tmp_path / "corpus"))
-    assert "`megatron-epp prepare`" in str(refused.value)
+    said = refusal(load_record, str(tmp_path / "corpus"))
+    assert re.search(rf"corpus\.tokenizer\.json does not say which tokenizer .*{told}", said)
+    assert "`megatron-epp prepare`" in said
 
 
 @pytest.mark.parametrize(
@@ -209,23 +194,17 @@ def test_the_same_tokenizer_is_taken(made, run):
     ],
 )  # fmt: skip
 def test_another_tokenizer_is_refused_by_name_in_one_line(made, run):
-    with pytest.raises(EppError) as caught:
-        check_tokenizer("documents/text", made, run)
-    message = str(caught.value)
-    assert message.startswith(
-        f"documents/text has tokens of {made.tokenizer}, and this run's tokenizer is {run}: train with {FLAGS}"
-    )
-    assert "\n" not in message
+    expected = f"documents/text has tokens of {made.tokenizer}, and this run's tokenizer is {run}: train with {FLAGS}"
+    assert refusal(check_tokenizer, "documents/text", made, run).startswith(expected)
 
 
 def test_ends_of_documents_must_agree_only_where_they_are_looked_for():
-    run = replace(BYTES, vocab_size=258, eod=257)
-    check_tokenizer("corpus", record(BYTES, 256), run)
-    with pytest.raises(
-        EppError, match=r"documents of corpus end with token 256, .* ends them with 257, .*; leave out eod_mask_loss, or use"
-    ):
-        check_tokenizer("corpus", record(BYTES, 256), run, masks_eod=True)
-    check_tokenizer("corpus", record(BYTES, 256), BYTES, masks_eod=True)
+    made, run = record(BYTES, 256), replace(BYTES, vocab_size=258, eod=257)
+    says = r"documents of corpus end with token 256, .* ends them with 257, .*; leave out eod_mask_loss, or use"
+    check_tokenizer("corpus", made, run)
+    with pytest.raises(EppError, match=says):
+        check_tokenizer("corpus", made, run, masks_eod=True)
+    check_tokenizer("corpus", made, BYTES, masks_eod=True)
 
 
 def test_flags_alone_tell_text_from_bytes_and_ids():
@@ -238,11 +217,11 @@ def test_flags_alone_tell_text_from_bytes_and_ids():
 
 
 def test_an_id_outside_the_vocabulary_is_refused_with_its_position():
-    check_ids("corpus", np.array([0, 256], dtype=np.uint16), 257)
-    check_ids("corpus", np.array([], dtype=np.uint16), 257)
+    for inside in ([0, 256], []):
+        token_record.check_ids("corpus", np.array(inside, dtype=np.uint16), 257)
     for outside, ids in ((-1, np.array([5, -1, 7], np.int32)), (257, np.array([5, 257, 7], np.uint16))):
         with pytest.raises(EppError, match=rf"corpus has token {outside}, .* of 257.*after 11 tokens of corpus\.bin"):
-            check_ids("corpus", ids, 257, first=10)
+            token_record.check_ids("corpus", ids, 257, first=10)
 
 
 def test_a_digest_is_of_what_a_text_becomes_without_what_is_put_around_it():

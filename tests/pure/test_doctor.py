@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -13,17 +14,11 @@ from megatron_epp.tools.cli.doctor import OK, PROBLEM, WARNING, Finding
 
 def fake_torch(has_gpu):
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
-    return SimpleNamespace(
-        cuda=SimpleNamespace(
-            is_available=lambda: has_gpu,
-            device_count=lambda: int(has_gpu),
-            nccl=SimpleNamespace(version=lambda: (2, 29, 7)),
-            get_device_name=lambda index: gpu.name,
-            get_device_properties=lambda index: gpu,
-        ),
-        version=SimpleNamespace(cuda="13.0"),
-        distributed=SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True),
-    )
+    torch = MagicMock()  # distributed, with NCCL
+    torch.version.cuda, torch.cuda.nccl.version.return_value = "13.0", (2, 29, 7)
+    torch.cuda.is_available.return_value, torch.cuda.device_count.return_value = has_gpu, int(has_gpu)
+    torch.cuda.get_device_name.return_value, torch.cuda.get_device_properties.return_value = gpu.name, gpu
+    return torch
 
 
 @pytest.fixture
@@ -31,19 +26,21 @@ def machine(monkeypatch):
     """A machine with these packages, an environment and, if asked for, a GPU. Megatron and kernels are left out."""
 
     def make(packages, environment=(), has_gpu=True, broken=()):
-        monkeypatch.setattr(cli_doctor, "version_of", packages.get)
-        named = {"apex": "amp_C"}
-        modules = {named.get(name, name.replace("-", "_")) for name in packages}
-        monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: name if name in modules else None)
+        modules = {"amp_C" if name == "apex" else name.replace("-", "_") for name in packages}
         errors = dict(broken) | ({} if "torch" in modules else {"torch": ImportError()})
-        monkeypatch.setattr(cli_doctor, "_import_error", errors.get)
+        for name, value in (("version_of", packages.get), ("_import_error", errors.get), ("_megatron", lambda: iter(()))):
+            monkeypatch.setattr(cli_doctor, name, value)
+        monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: name if name in modules else None)
         monkeypatch.setitem(sys.modules, "torch", fake_torch(has_gpu))
-        monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
         monkeypatch.setattr(cli_doctor, "_attention", lambda torch, has_gpu: iter(()))
         monkeypatch.setattr(cli_doctor.os, "environ", dict(environment))
-        return {finding.subject: finding for finding in cli_doctor.look()}
+        return findings()
 
     return make
+
+
+def findings():
+    return {finding.subject: finding for finding in cli_doctor.look()}
 
 
 FULL = {"torch": "2.13.0", "transformer-engine": "2.9.0", "apex": "0.1", "numba": "0.68.1"}
@@ -118,7 +115,7 @@ def test_a_torch_whose_import_fails_is_a_problem_not_a_crash(monkeypatch, tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
-    found = {finding.subject: finding for finding in cli_doctor.look()}
+    found = findings()
     assert found["torch"].status == PROBLEM
     assert found["torch"].found.endswith("but its import fails: operator is registered twice")
     assert "CUDA and NCCL" not in found
@@ -126,14 +123,10 @@ def test_a_torch_whose_import_fails_is_a_problem_not_a_crash(monkeypatch, tmp_pa
 
 def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(machine, monkeypatch):
     machine(FULL, SET)
-
-    def broken():
-        raise RuntimeError("undefined symbol")
-        yield
-
-    monkeypatch.setattr(cli_doctor, "_megatron", broken)
-    found = {finding.subject: finding for finding in cli_doctor.look()}
-    assert found["megatron-core"] == Finding("megatron-core", PROBLEM, "RuntimeError: undefined symbol", "install it again")
+    broken = Mock(side_effect=RuntimeError("undefined symbol"))
+    monkeypatch.setattr(cli_doctor, "_megatron", lambda: map(broken, "a"))
+    expected = Finding("megatron-core", PROBLEM, "RuntimeError: undefined symbol", "install it again")
+    assert findings()["megatron-core"] == expected
 
 
 @pytest.mark.parametrize(("status", "code"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])
@@ -142,8 +135,7 @@ def test_the_exit_code_is_1_only_where_training_cannot_run(monkeypatch, capsys, 
     monkeypatch.setattr(cli_doctor, "look", lambda: iter([finding]))
     assert cli_doctor.run(argparse.Namespace(profile=False, output=None, json=False)) == code
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{status:<8} torch  2.13.0"
-    assert ("-> do this" in lines[1]) == (status != OK)
+    assert (lines[0], "-> do this" in lines[1]) == (f"{status:<8} torch  2.13.0", status != OK)
     assert lines[-1].startswith("training cannot run here" if code else "training can run here")
     assert cli_doctor.run(argparse.Namespace(profile=False, output=None, json=True)) == code
     assert json.loads(capsys.readouterr().out)[0]["status"] == status

@@ -66,5 +66,4 @@ def test_a_row_is_all_that_a_new_setting_needs(monkeypatch):
     monkeypatch.setattr("megatron_epp.mcore.arguments.parser.TABLE", (row,))
     monkeypatch.setitem(ROWS, "plan_limit_s", row)
     assert training("--epp-most-seconds", "5") == Options(plan_limit_s=5)
-    args = cli._parser().parse([*BATCH, "--most-seconds", "6"])
-    assert options_from(args) == Options(plan_limit_s=6)
+    assert options_from(cli._parser().parse([*BATCH, "--most-seconds", "6"])) == Options(plan_limit_s=6)

@@ -24,10 +24,7 @@ from tests.support.plan.small_plans import chunk, faults, hybrid, make_plan, onl
         ([chunk((0, 0, 2), (0, 2, 4)), chunk((1, 0, 4))], "chunk 0 holds 2 slices of longer sequences; two can run"),
         ([chunk((0, 0, 2), (1, 0, 2)), chunk((0, 2, 4), (1, 2, 4))], "chunk 1 holds 2 slices"),
         ([chunk((0, 0, 2), (1, 0, 2)), chunk((0, 2, 4), (1, 2, 4))], "chunk 0 holds 2 slices"),
-        (
-            [chunk((0, 0, 2)), chunk((1, 0, 4), (0, 2, 4))],
-            "chunk 1 has its slice at position 1; a slice comes first in its chunk",
-        ),
+        ([chunk((0, 0, 2)), chunk((1, 0, 4), (0, 2, 4))], "chunk 1 has its slice at position 1; a slice comes first in"),
     ],
 )
 def test_every_token_is_in_exactly_one_chunk_and_slices_come_first(chunks, reason):

@@ -7,22 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, Op, PlanError, Prediction, Segment
+from megatron_epp.plan import Action, Op, PlanError, Prediction, Segment, operations
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.plan.grid import from_grid, to_grid
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.operations import (
-    At,
-    Before,
-    Collective,
-    Need,
-    Operation,
-    Presence,
-    of_ranks,
-    operation,
-    register,
-    unregister,
-)
+from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, Presence, operation, register
 from megatron_epp.plan.proof import check
 from megatron_epp.plan.proof.deadlock import blocked
 from megatron_epp.plan.relations import deps
@@ -34,8 +23,7 @@ SLICED = (chunk((0, 0, 5)), chunk((0, 5, 8), (1, 0, 2)), chunk((2, 0, 4)))
 
 
 def needed_by(text, optional=()):
-    needs = deps(SLICED, 3, [Action.parse(word) for word in optional])
-    return {str(action) for action in needs(Action.parse(text))}
+    return {str(action) for action in deps(SLICED, 3, [Action.parse(word) for word in optional])(Action.parse(text))}
 
 
 @given(st.sampled_from(Op.known()), st.integers(0, 10**6), st.integers(0, 10**6))
@@ -50,19 +38,12 @@ def test_what_is_no_action_is_refused(text):
         Action.parse(text)
 
 
-def test_chunks_are_batched_split_or_hybrid():
-    lengths = (8, 2, 4)
+def test_chunks_are_batched_split_or_hybrid_and_slices_know_their_neighbours():
+    lengths, links = (8, 2, 4), slice_neighbours(SLICED)
     assert [c.kind(lengths) for c in SLICED] == ["split", "hybrid", "batched"]
-    assert SLICED[1].slice_of(lengths) == Segment(0, 5, 8)
-    assert SLICED[2].slice_of(lengths) is None
-    assert SLICED[1].num_tokens == 5
-    assert SLICED[1].padded_tokens(4) == 8
-
-
-def test_slices_know_their_neighbours():
-    links = slice_neighbours(SLICED)
-    assert links.previous == (None, 0, None)
-    assert links.following == (1, None, None)
+    assert [c.slice_of(lengths) for c in SLICED[1:]] == [Segment(0, 5, 8), None]
+    assert (SLICED[1].num_tokens, SLICED[1].padded_tokens(4)) == (5, 8)
+    assert (links.previous, links.following) == ((None, 0, None), (1, None, None))
 
 
 NEEDS = {
@@ -87,13 +68,8 @@ def test_backward_waits_for_the_recompute_and_load_of_its_own_chunk():
 
 
 K, SPREAD = Op.define("K"), Op.define("SPREAD_K")
-SHARD = Operation(
-    op=K,
-    text="loss shard",
-    presence=Presence.COMPLETE,
-    sites=of_ranks,
-    needs=(Need(Op.F, At.LAST, carries=Collective(SPREAD)),),
-)
+OF_FORWARDS = Need(Op.F, At.LAST, carries=Collective(SPREAD))
+SHARD = Operation(op=K, text="loss shard", presence=Presence.COMPLETE, sites=operations.of_ranks, needs=(OF_FORWARDS,))
 
 
 def test_an_added_operation_is_known_with_its_collectives_until_it_is_removed():
@@ -103,7 +79,7 @@ def test_an_added_operation_is_known_with_its_collectives_until_it_is_removed():
         assert operation(K) is SHARD
         assert operation(SPREAD).text == f"collective {SPREAD}"
     finally:
-        unregister(K)
+        operations.unregister(K)
     for op in (K, SPREAD):
         with pytest.raises(PlanError, match=f"operation {op} has no definition"):
             operation(op)
@@ -133,19 +109,14 @@ def joined(plan, rank, at):
     """The plan with two neighbouring steps of a rank as one, which takes as long as the longer of them."""
     row = plan.ranks[rank]
     one, two = row[at : at + 2]
-    both = one._replace(
-        time_us=max(one.time_us, two.time_us),
-        alloc_bytes=one.alloc_bytes + two.alloc_bytes,
-        free_bytes=one.free_bytes + two.free_bytes,
-        also=two.actions,
-    )
+    sizes = {name: getattr(one, name) + getattr(two, name) for name in ("alloc_bytes", "free_bytes")}
+    both = one._replace(time_us=max(one.time_us, two.time_us), also=two.actions, **sizes)
     ranks = (*plan.ranks[:rank], (*row[:at], both, *row[at + 2 :]), *plan.ranks[rank + 1 :])
     return replace(plan, ranks=ranks, predicted=Prediction.none(plan.num_ranks), cap_bytes=(1 << 40,) * plan.num_ranks)
 
 
 def first_pair(plan, rank):
-    row = plan.actions(rank)
-    return next(i for i, (one, two) in enumerate(pairwise(row)) if (one.op, two.op) == (Op.B, Op.F))
+    return next(i for i, (one, two) in enumerate(pairwise(plan.actions(rank))) if (one.op, two.op) == (Op.B, Op.F))
 
 
 def test_a_step_of_two_actions_is_checked_simulated_lowered_and_survives_text():
@@ -158,11 +129,10 @@ def test_a_step_of_two_actions_is_checked_simulated_lowered_and_survives_text():
     assert "+" in grid
     assert from_grid(grid) == tuple(plan.actions(rank) for rank in range(plan.num_ranks))
     rows = lower(braided)
-    assert sorted(map(str, rows[0])) == sorted(map(str, lower(plan)[0]))
-    assert blocked([rows]) == []
+    assert (sorted(map(str, rows[0])), blocked([rows])) == (sorted(map(str, lower(plan)[0])), [])
 
 
-def test_a_step_whose_actions_need_each_other_by_way_of_another_rank_is_a_deadlock():
+def test_a_step_whose_actions_need_each_other_is_refused_and_a_deadlock_by_way_of_another_rank():
     plan = one_f_one_b()
     chunk = plan.actions(1)[0].chunk
     row = [step for step in plan.ranks[0] if step.action.chunk != chunk]
@@ -170,13 +140,8 @@ def test_a_step_whose_actions_need_each_other_by_way_of_another_rank_is_a_deadlo
     both = forward._replace(also=(backward.action,))
     faults = check(replace(plan, ranks=((both, *row), *plan.ranks[1:]), predicted=Prediction.none(plan.num_ranks)))
     assert any("deadlock" in str(fault) for fault in faults)
-
-
-def test_actions_of_one_step_that_need_each_other_are_refused():
-    plan = one_f_one_b()
-    last = plan.placement[plan.num_stages - 1]
-    faults = check(joined(plan, last, 0))  # a chunk's forward and its backward
-    assert [str(fault) for fault in faults if "one action of its step needs the other" in str(fault)]
+    faults = check(joined(plan, plan.placement[-1], 0))  # a chunk's forward and its backward
+    assert any("one action of its step needs the other" in str(fault) for fault in faults)
 
 
 def test_backwards_of_a_loss_group_wait_for_all_its_forwards_on_the_last_stage():

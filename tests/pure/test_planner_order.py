@@ -4,7 +4,7 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 
 from megatron_epp.contrib.papers.slices import Slicer
 from megatron_epp.cost.blocks import LAYER
-from megatron_epp.cost.model import Costs, PipelineCosts
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.features.split_weights.split import EAGER_GAP, WHOLE_GAP
 from megatron_epp.features.split_weights.split_orders import split_weights
@@ -43,24 +43,14 @@ def table(slices: tuple[int, ...]) -> tuple[Chunk, ...]:
 
 def tables(slices: tuple[int, ...], stages: int):
     """Tables of equal chunks: forward 1, backward 2, messages free."""
-    stage = stage_of(
-        num_layers=1,
-        forward=LinearTime(1.0),
-        backward=LinearTime(2.0),
-        layer_bytes_per_token=1.0,
-        recomputed_layer_bytes_per_token=0.0,
-        kv_bytes_per_token=0.0,
-    )
+    sizes = {"layer_bytes_per_token": 1.0, "recomputed_layer_bytes_per_token": 0.0, "kv_bytes_per_token": 0.0}
+    stage = stage_of(num_layers=1, forward=LinearTime(1.0), backward=LinearTime(2.0), **sizes)
     costs = PipelineCosts("equal", (stage,) * stages, hidden_bytes_per_token=0.0)
     return tabulate(table(slices), problem([10 * count for count in slices], stages), costs)
 
 
 def live_chunks(actions: tuple[Action, ...]) -> int:
-    live = peak = 0
-    for action in actions:
-        live += 1 if action.op is Op.F else -1
-        peak = max(peak, live)
-    return peak
+    return max(accumulate(1 if action.op is Op.F else -1 for action in actions))
 
 
 def warmup(actions: tuple[Action, ...]) -> int:
@@ -68,13 +58,13 @@ def warmup(actions: tuple[Action, ...]) -> int:
 
 
 def test_whole_sequences_run_as_plain_1f1b_slices_back_in_reverse_and_evaluations_forward_only():
-    order = elastic_1f1b(table((1, 1, 1)), 2, False)
-    assert [" ".join(map(str, actions)) for actions in order] == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    for slices, forward_only, expected in (
+        ((1, 1, 1), False, ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]),
+        ((2, 1), True, ["0F0 0F1 0F2", "1F0 1F1 1F2"]),
+    ):
+        assert [" ".join(map(str, row)) for row in elastic_1f1b(table(slices), 2, forward_only)] == expected
     (actions,) = elastic_1f1b(table((3, 2)), 1, False)
-    assert [a.chunk for a in actions if a.op is Op.F] == [0, 1, 2, 3, 4]
-    assert [a.chunk for a in actions if a.op is Op.B] == [2, 1, 0, 4, 3]
-    order = elastic_1f1b(table((2, 1)), 2, True)
-    assert [" ".join(map(str, actions)) for actions in order] == ["0F0 0F1 0F2", "1F0 1F1 1F2"]
+    assert [[a.chunk for a in actions if a.op is op] for op in (Op.F, Op.B)] == [[0, 1, 2, 3, 4], [2, 1, 0, 4, 3]]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
@@ -250,16 +240,10 @@ def with_chunk(chunk: Any) -> Change:
     return lambda made: replace(made, chunks=(*made.chunks[:3], chunk))
 
 
-def planned(change: Change, monkeypatch: pytest.MonkeyPatch, asked: Problem = SMALL_BATCH) -> Plan:
-    def builder(given: Problem, costs: Costs, options: Options) -> Decisions:
-        return change(gpipe())
-
-    monkeypatch.setitem(PLANNERS, "builder", builder)
-    return plan(asked, OF_TWO, Options(planner="builder"))
-
-
-def test_without_a_mistake_there_is_a_plan(monkeypatch: pytest.MonkeyPatch):
-    assert check(planned(lambda made: made, monkeypatch)) == []
+def planned(change: Change, asked: Problem = SMALL_BATCH) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PLANNERS, "builder", lambda *_: change(gpipe()))
+        return plan(asked, OF_TWO, Options(planner="builder"))
 
 
 COPY = (Action(Op.O, 0, 0), None), (Action(Op.L, 0, 0), None)
@@ -280,7 +264,7 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_(recompute_steps=[[0, 0, 5, 0], [0] * 4]), "stage 0 recomputes 5 layers of chunk 2; it has 4"),
         (
             with_(recompute_steps=[[9] * 4, [0] * 4], modes=("full", "selective")),
-            r"recomputes 9 steps of its recompute frontier of chunk 0; it has \d",
+            r"9 steps of .* frontier of chunk 0; it has \d",
         ),
         (with_(recompute_steps=[[0.5] * 4, [0] * 4]), "recompute_steps holds values of type float64"),
         (with_(recompute_steps=[[[1], 2, 3, 4], [0] * 4]), "does not have its type in `Decisions`"),
@@ -313,35 +297,31 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (lambda made: None, "returned None; a planner returns `Decisions`"),
     ],
 )
-def test_a_mistake_is_reported(change: Change, words: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_mistake_is_reported(change: Change, words: str):
     """`test_plan_check.py` has what is said of other actions, which random changes below put into orders."""
     with pytest.raises(PlanError, match=rf"planner '?builder'? .*\n?(.|\n)*{words}"):
-        planned(change, monkeypatch)
+        planned(change)
 
 
 def forwards(made: Decisions) -> Decisions:
     return replace(made, order=tuple(row[:4] for row in made.order), recompute_steps=[[1] * 4, [0] * 4])
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda made: made, "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"),
-        (forwards, "stage 0 recomputes 1 layers of chunk 0; it has 0"),
-    ],
-)
-def test_a_backward_or_recompute_in_an_evaluation_is_reported(change: Change, words: str, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(PlanError, match=words):
-        planned(change, monkeypatch, replace(SMALL_BATCH, forward_only=True))
+def test_a_backward_or_recompute_in_an_evaluation_is_reported():
+    nothing_else = "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"
+    for change, words in ((with_(), nothing_else), (forwards, "stage 0 recomputes 1 layers of chunk 0; it has 0")):
+        with pytest.raises(PlanError, match=words):
+            planned(change, replace(SMALL_BATCH, forward_only=True))
 
 
-def test_layers_may_be_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch):
-    made = planned(with_(recompute_steps=np.ones((2, 4), dtype=np.int64)), monkeypatch)
-    assert digest(made) == digest(planned(with_(recompute_steps=[[1] * 4] * 2), monkeypatch))
+def test_without_a_mistake_there_is_a_plan_and_layers_may_be_numbers_of_numpy():
+    assert check(planned(with_())) == []
+    made = planned(with_(recompute_steps=np.ones((2, 4), dtype=np.int64)))
+    assert digest(made) == digest(planned(with_(recompute_steps=[[1] * 4] * 2)))
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_changes_of_sound_decisions_are_planned_or_reported(seed: int, monkeypatch: pytest.MonkeyPatch):
+def test_random_changes_of_sound_decisions_are_planned_or_reported(seed: int):
     """Several at once: none may hide another in an error that is no `PlanError`, or pass with an unsound plan."""
     draw = random.Random(seed)
 
@@ -366,14 +346,12 @@ def test_random_changes_of_sound_decisions_are_planned_or_reported(seed: int, mo
                     rows[rank].insert(draw.randrange(9), Action(Op.W, rank, draw.randrange(4)))
         return replace(made, order=tuple(map(tuple, rows)), recompute_steps=recompute_steps)
 
+    cannot = "planner 'builder' made a plan that cannot run"
     try:
-        made = planned(spoil, monkeypatch)
+        faults, head = check(planned(spoil)), cannot
     except PlanError as error:
-        head = str(error).splitlines()[0]
-    else:
-        assert check(made) == []
-        return
-    assert head == "planner 'builder' made a plan that cannot run"
+        faults, head = [], str(error).splitlines()[0]
+    assert (faults, head) == ([], cannot)
 
 
 @pytest.mark.parametrize(
@@ -384,9 +362,7 @@ def test_random_changes_of_sound_decisions_are_planned_or_reported(seed: int, mo
         (CHUNKS, pipeline(3), "the placement has 2 stages, but the costs are of"),
     ],
 )
-def test_a_table_that_is_none_or_of_another_pipeline_is_refused_before_it_is_ordered(
-    chunks: tuple[Chunk, ...], costs: PipelineCosts, words: str
-):
+def test_a_table_that_is_none_or_of_another_pipeline_is_refused_before_it_is_ordered(chunks, costs: PipelineCosts, words: str):
     with pytest.raises(PlanError, match=words):
         for_table(chunks, SMALL_BATCH, costs, Options())
 

@@ -55,38 +55,28 @@ def tell_saved_optimizer(args: argparse.Namespace) -> None:
     if args.rank != 0 or not (args.save and args.use_distributed_optimizer):
         return
     if args.num_experts:
-        ranks = args.expert_model_parallel_size
-        bound = "2 or more" if ranks > 1 else "1"
+        ranks, bound = args.expert_model_parallel_size, "2 or more" if args.expert_model_parallel_size > 1 else "1"
         logger.info("optimizer state saved with --expert-model-parallel-size %d loads only with %s, in any form", ranks, bound)
     if not args.dist_ckpt_optim_fully_reshardable:
-        logger.info(
-            "--save keeps optimizer state in a form that loads with any number of replicas, and only with the same tensor- and "
-            "pipeline-parallel layout: --dist-ckpt-optim-fully-reshardable keeps it for every layout"
-        )
+        form = "with any number of replicas, and only with the same tensor- and pipeline-parallel layout"
+        todo = "--dist-ckpt-optim-fully-reshardable keeps it for every layout"
+        logger.info("--save keeps optimizer state in a form that loads %s: %s", form, todo)
     elif args.overlap_grad_reduce and not saves_several_buckets_resharded():
-        logger.warning(
-            "megatron-core %s saves wrong optimizer state for --dist-ckpt-optim-fully-reshardable where --overlap-grad-reduce "
-            "divides gradients into several buckets (NVIDIA/Megatron-LM pull request 5077): leave one of them out, or add "
-            "--ddp-num-buckets 1",
-            installed_version(),
-        )
+        where = "where --overlap-grad-reduce divides gradients into several buckets (NVIDIA/Megatron-LM pull request 5077)"
+        what = "saves wrong optimizer state for --dist-ckpt-optim-fully-reshardable"
+        todo = "leave one of them out, or add --ddp-num-buckets 1"
+        logger.warning("megatron-core %s %s %s: %s", installed_version(), what, where, todo)
 
 
 def tell_unknown_optimizer(args: argparse.Namespace) -> None:
     """Warn once if the memory of the run's optimizer is not known to plans."""
     if args.rank == 0 and (kind := getattr(args, "optimizer", None)) not in (None, *KINDS):
-        logger.warning(
-            "memory of --optimizer %s is not known: plans count that of Adam; where it has more, lower --epp-memory-cap-gb",
-            kind,
-        )
+        todo = "plans count that of Adam; where it has more, lower --epp-memory-cap-gb"
+        logger.warning("memory of --optimizer %s is not known: %s", kind, todo)
 
 
 def prepare_epp_args(args: argparse.Namespace) -> None:
-    """Check and complete the namespace before Megatron validates it.
-
-    Raises `ArgumentError`, with a line per problem, if flags cannot be honoured with `--epp`, or need it; `EppError` if a file
-    cannot be read, or the installed Megatron cannot run a script's microbatches.
-    """
+    """Check and complete flags before Megatron validates them. Raises `ArgumentError`, a line per problem, or `EppError`."""
     door = door_of(args)
     if door is Door.USER:
         check_calls()
@@ -99,7 +89,12 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     tell_data_flags(args)
     tell_saved_optimizer(args)
     tell_unknown_optimizer(args)
-    _settle_vocabulary(args)
+    if args.epp_vocab_parallel == "auto" and (problem := next(problems_of(args, door, refusals.VOCABULARY), None)):
+        args.epp_vocab_parallel = "off"
+        if args.rank == 0 and args.pipeline_model_parallel_size > 1:
+            logger.info("%s auto: the output layer stays on the last stage, since %s", VOCABULARY_FLAG, problem)
+    if args.epp_vocab_parallel != "off" and getattr(args, "cross_entropy_loss_fusion", False) and args.rank == 0:
+        logger.warning("--cross-entropy-loss-fusion has no effect with %s on: shards compute the loss", VOCABULARY_FLAG)
     apply_layout(args)
     # Megatron copies it to the configs of the model and of data parallelism, which then leaves reductions to `backward_dw`.
     args.delay_wgrad_compute = refusals.delays_weights(args)
@@ -112,10 +107,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
 
 
 def _leave_open(args: argparse.Namespace, door: Door) -> None:
-    """Leave to the run's data what no flag says of a layout: layers, stages on a rank and their placement, the output layer.
-
-    `epp_open_placements` then has the kinds and numbers of stages on a rank that may be chosen; the first until then.
-    """
+    """Leave to the data what no flag says: layers, stages of ranks (`epp_open_placements`) and the output layer."""
     kind, chunks = args.epp_placement, getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     args.epp_placement = kind or "looped"
     args.epp_chosen_by_default, args.epp_open_placements = False, []
@@ -147,20 +139,7 @@ def door_of(args: argparse.Namespace) -> Door:
     return Door.USER if has_user_microbatches(args) else Door.DOCUMENTS
 
 
-def _settle_vocabulary(args: argparse.Namespace) -> None:
-    """Settle ``auto`` where the output layer cannot be divided: it stays on the last stage, which is logged."""
-    if args.epp_vocab_parallel == "auto" and (problem := next(problems_of(args, Door.DOCUMENTS, refusals.VOCABULARY), None)):
-        args.epp_vocab_parallel = "off"
-        if args.rank == 0 and args.pipeline_model_parallel_size > 1:
-            logger.info("%s auto: the output layer stays on the last stage, since %s", VOCABULARY_FLAG, problem)
-    if args.epp_vocab_parallel != "off" and getattr(args, "cross_entropy_loss_fusion", False) and args.rank == 0:
-        logger.warning("--cross-entropy-loss-fusion has no effect with %s on: shards compute the loss", VOCABULARY_FLAG)
-
-
 def refuse_restart(args: argparse.Namespace) -> None:
-    """Raise `ArgumentError` if the run is to be restarted within its processes (``--inprocess-restart``).
-
-    Scripts set up the restart before they validate flags, and an error raised after that may merely restart the run.
-    """
+    """Raise `ArgumentError` for ``--inprocess-restart``, which scripts set up before they validate flags."""
     if getattr(args, "epp", False):
         refusals.refuse(args, Door.DOCUMENTS, (refusals.NO_RESTART,))

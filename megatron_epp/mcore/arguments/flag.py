@@ -13,6 +13,8 @@ from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, nearest, nearest_number
 
 MOST_SEQUENCES = 1 << 24  # largest number of sequences in a batch
+SWITCH = bool  # type of a flag that takes no value
+GIVEN = "given"  # value of --epp-order with which microbatches run in the caller's order
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,7 @@ SEQUENCES = Number(1, MOST_SEQUENCES)
 AMOUNT = Number(0, 1e9, float, is_above=True)  # a size in GB, a time in seconds, or a scale
 SHARE = Number(0, 1, float)
 RECOMPUTED = Number(0, MOST_LAYERS, of_what="layers")
-SWITCH = bool  # type of a flag that takes no value
 BLOCK = Number(0, MOST_SIZE, of_what="tokens, 0 for no blocks")
-
-
-GIVEN = "given"  # value of --epp-order with which microbatches run in the caller's order
 
 
 def planner(text: str) -> str:

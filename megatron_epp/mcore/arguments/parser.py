@@ -46,10 +46,7 @@ def names_of(parser: argparse.ArgumentParser) -> Names:
 
 
 def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: Any) -> Options:
-    """Return the planner's options that parsed flags give, with some fixed ones, which are not read from the flags.
-
-    In flags of a training run, other flags of Megatron have names of ours.
-    """
+    """Return the planner's options by parsed flags, of a training run by our own names, with some that are fixed."""
     options = {}
     for row in TABLE:
         dest = (row.dest if row.is_ours else "") if training else row.short_dest

@@ -1,7 +1,7 @@
 """The table of refusals: what settings cannot be, or not together, and what to do instead.
 
 The launcher, the training script and `megatron_epp.wrap` ask `refuse` before plans run a model. A row is read at a glance; what
-has several lines, or counts something, is a function of `checks`. What Megatron asserts itself, `start.validate` asks it.
+has several lines, or counts something, is a function of `setting_checks`. `start.validate` asks what Megatron asserts itself.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import sys
 from argparse import Namespace
 from functools import partial
 
-from megatron_epp.mcore.arguments import ArgumentError, checks, fp8
+from megatron_epp.mcore.arguments import ArgumentError, fp8, setting_checks
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import PER_RANK, PER_STAGE, is_divided, is_open, layout_problems
 from megatron_epp.mcore.arguments.rule import BOTH, Check, Door, Rule, Rules, flags, problems_of
+from megatron_epp.mcore.arguments.setting_checks import virtual
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, shards_vocabulary
 from megatron_epp.mcore.model.kinds import KINDS, of_experts
 from megatron_epp.plan.flags import AUTO
@@ -148,7 +149,7 @@ WEIGHTS_TOGETHER = (
 
 
 def _is_packed(args: Namespace) -> bool:
-    return args.epp_schedule == "packed" and checks.virtual(args)  # Megatron's interleaved pipeline cannot run the batches
+    return args.epp_schedule == "packed" and virtual(args)  # Megatron's interleaved pipeline cannot run the batches
 
 
 def _asks_offload(args: Namespace) -> bool:
@@ -188,18 +189,18 @@ _DATA = "--data-path --train-data-path --data-args-path --per-split-data-args-pa
 _NO_V = ("looped", None)
 RULES: Rules = (
     *CONFLICTS,
-    Check(checks.forgotten, Door.STOCK),
+    Check(setting_checks.forgotten, Door.STOCK),
     # a script's own microbatches, with flags or `megatron_epp.wrap`
-    Check(checks.replay, Door.MICROBATCHES),
+    Check(setting_checks.replay, Door.MICROBATCHES),
     *flags(
         "--moe-router-load-balancing-type",
         "use aux_loss or seq_aux_loss: replicas have plans of their own, and their routers would wait for each other",
         Door.MICROBATCHES,
         lambda a: "global_aux_loss" in a.moe_router_load_balancing_type,
     ),
-    Check(checks.weight_shards, Door.ALL),
+    Check(setting_checks.weight_shards, Door.ALL),
     Check(fp8.problems, Door.ALL),
-    Check(checks.without_effect, _OWN),
+    Check(setting_checks.without_effect, _OWN),
     *flags(
         "--epp-offload --epp-host-memory-gb --epp-split-weight-gradient",
         doors=_OWN,
@@ -209,8 +210,8 @@ RULES: Rules = (
     ),
     Rule("--epp-host-memory-gb", lambda a: a.epp_offload == "off", "does not go with {epp_offload}", BOTH, _OURS),
     # sizes and stages
-    Check(checks.sizes),
-    Check(checks.numbers),
+    Check(setting_checks.sizes),
+    Check(setting_checks.numbers),
     *flags(
         "--context-parallel-size",
         "use --epp-schedule whole",
@@ -222,9 +223,7 @@ RULES: Rules = (
     Rule(PER_RANK, lambda a: a.num_virtual_stages_per_pipeline_rank < 1, "is no number", "give 1 or more", allowed=(None,)),
     Rule(PER_STAGE, lambda a: a.num_layers_per_virtual_pipeline_stage < 1, "is no number", "give 1 or more", allowed=(None,)),
     Rule("--num-layers", _has_rest, "is no multiple of the stages of {pipeline_model_parallel_size}", _DIVIDE),
-    Rule(
-        "--epp-placement", lambda a: not checks.virtual(a), "needs several stages on a rank", f"add {PER_RANK} 2", allowed=_NO_V
-    ),
+    Rule("--epp-placement", lambda a: not virtual(a), "needs several stages on a rank", f"add {PER_RANK} 2", allowed=_NO_V),
     *flags("--epp-placement", "leave it out", when=lambda a: a.epp_schedule != "elastic", say=_ELASTIC, allowed=_NO_V),
     Rule("--epp-schedule", _is_packed, "makes another number of microbatches of every batch", "put one stage on a rank"),
     # batches, samples and losses
@@ -237,19 +236,19 @@ RULES: Rules = (
     Rule("--epp-samples", lambda a: len(a.epp_samples) > 2, "are too many", "give a file for training and one for evaluation"),
     Rule("--epp-samples", lambda a: a.epp_schedule != "elastic", _ELASTIC, BOTH),
     Rule("--mtp-num-layers", lambda a: a.epp_loss is not None, "is not for --epp-loss, which trains no multi-token prediction"),
-    Check(checks.of_loss),
+    Check(setting_checks.of_loss),
     # plans
     Rule("--epp-planner", _cannot_offload, f"is not for {_OFFLOAD}", "use --epp-planner greedy"),
     *flags("--epp-recompute", "leave it at auto", when=_asks_offload, say=f"is not for {_OFFLOAD}", allowed=("auto",)),
-    Check(checks.planned_only),
+    Check(setting_checks.planned_only),
     Rule("--epp-order", lambda a: a.epp_order == GIVEN, "is for --epp-microbatches user: documents are cut by the plan"),
     Rule("--epp-costs", lambda a: a.epp_costs == "measure", "has gone", "use learn, or a file of `megatron-epp profile`"),
     Rule("--epp-trace", lambda a: a.epp_report_dir is None, "needs a folder to write to", "add --epp-report-dir"),
     # It makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
     Rule("--delay-wgrad-compute", lambda a: not splits_weights(a), "is set by --epp-split-weight-gradient", "leave it out"),
-    Check(checks.optional),
+    Check(setting_checks.optional),
     Check(lambda a, door: problems_of(a, door, VOCABULARY) if shards_vocabulary(a) else ()),
-    Check(checks.layers),
+    Check(setting_checks.layers),
     Check(partial(of_experts, "chunk_problems"), Door.SLICED_MODEL),
 )
 

@@ -116,10 +116,9 @@ def flags(
 
 
 def problems_of(settings: object, door: Door, rules: Rules) -> Iterator[str]:
-    """Yield why settings are refused, a line each; in the first all flags that plans cannot honour.
+    """Yield why settings (arguments or a configuration) are refused: all flags that plans cannot honour in the first line.
 
-    Settings are Megatron's arguments, a model's configuration, or settings of `megatron_epp.wrap` as arguments. Raises
-    `EppError` if a file or a function that one names cannot be read, or sizes are no sizes.
+    Raises `EppError` if a file or a function that one names cannot be read, or sizes are no sizes.
     """
     asked = [rule for rule in rules if door in rule.doors]
     clashes = [rule for rule in asked if isinstance(rule, Rule) and not rule.say and rule.applies(settings)]

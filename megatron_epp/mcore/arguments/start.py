@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"  # file with the iteration that Megatron loads, or the word "release"
 _BRIDGE_CONFIG = "run_config.yaml"  # file in a checkpoint by which Megatron-Bridge knows the model that it exports
+_MODEL = ("num_layers", "hidden_size", "num_attention_heads")  # flags of the model that Megatron compares with a checkpoint's
 
 
 def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool) -> None:
@@ -65,10 +66,7 @@ def check_start(args: Namespace, *, wants_flags: bool = True, wants_files: bool)
 
 
 def validate(args: Namespace) -> Namespace:
-    """Return flags as Megatron validates them, without its output. Raises `ArgumentError` if Megatron refuses them.
-
-    A run on documents has Megatron make the model's configuration, too, which divides layers and heads.
-    """
+    """Return flags as Megatron validates them, on documents with a configuration, too. Raises `ArgumentError` by refusal."""
     import torch
     from megatron.training import arguments
 
@@ -127,11 +125,8 @@ def _is_remote(path: str) -> bool:
 
 def _tokenizer(args: Namespace) -> Iterator[str]:
     """Yield which files of the tokenizer are missing."""
-    if (
-        args.tokenizer_type
-        and args.tokenizer_model
-        and (missing := missing_tokenizer(args.tokenizer_type, args.tokenizer_model))
-    ):
+    kind, model = args.tokenizer_type, args.tokenizer_model
+    if kind and model and (missing := missing_tokenizer(kind, model)):
         yield f"--tokenizer-model: {missing}"
     for name in ("vocab_file", "merge_file"):
         path = getattr(args, name)
@@ -199,11 +194,9 @@ def _without_way_back(folder: Path) -> Iterator[str]:
         return
     if config.is_file():
         how = "" if find_spec("transformer_engine") else "install Transformer Engine and "
-        yield (
-            f"the checkpoint in {folder} is Megatron-Bridge's, which cannot export to Hugging Face what Megatron's own layers "
-            f"save (they have no _extra_state): {how}set --transformer-impl transformer_engine; to train without the way back, "
-            f"remove {config}"
-        )
+        why = "cannot export to Hugging Face what Megatron's own layers save (they have no _extra_state)"
+        todo = f"{how}set --transformer-impl transformer_engine; to train without the way back, remove {config}"
+        yield f"the checkpoint in {folder} is Megatron-Bridge's, which {why}: {todo}"
 
 
 def _without_checkpoint(folder: str) -> str:
@@ -213,9 +206,6 @@ def _without_checkpoint(folder: str) -> str:
     is_hugging_face = (path / "config.json").exists() and any(path.glob("*.safetensors"))
     why = "; its weights are in the format of Hugging Face: convert them to Megatron's" if is_hugging_face else ""
     return f"there is no checkpoint in {folder} (no {TRACKER}){why}"
-
-
-_MODEL = ("num_layers", "hidden_size", "num_attention_heads")  # flags of the model that Megatron compares with a checkpoint's
 
 
 def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
@@ -234,11 +224,9 @@ def _unlike(args: Namespace, folder: Path) -> Iterator[str]:
     ranks, saved_ranks = args.expert_model_parallel_size, getattr(then, "expert_model_parallel_size", 1)
     is_fixed = not args.num_experts or "opt_param_scheduler" not in saved or args.use_mp_args_from_checkpoint_args
     if not is_fixed and (ranks > 1) != (saved_ranks > 1):  # with several ranks, experts have an optimizer of their own
-        yield (
-            f"the optimizer state in {folder} was saved with --expert-model-parallel-size {saved_ranks}, and Megatron cannot "
-            f"load it with {ranks}, in whatever form it was saved: resume with {saved_ranks}, or begin it anew with "
-            "--no-load-optim"
-        )
+        then_saved = f"the optimizer state in {folder} was saved with --expert-model-parallel-size {saved_ranks}"
+        why = f"Megatron cannot load it with {ranks}, in whatever form it was saved"
+        yield f"{then_saved}, and {why}: resume with {saved_ranks}, or begin it anew with --no-load-optim"
 
 
 def _other_schedule(args: Namespace) -> str:
@@ -257,10 +245,9 @@ def _other_schedule(args: Namespace) -> str:
     try:
         schedule.load_state_dict(saved)
     except AssertionError as error:
-        return (
-            f"the checkpoint in {args.load} was saved with another schedule of learning rates ({one_line(error)}): add "
-            "--override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep it"
-        )
+        what = f"the checkpoint in {args.load} was saved with another schedule of learning rates ({one_line(error)})"
+        todo = "add --override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep it"
+        return f"{what}: {todo}"
     return ""
 
 
@@ -274,11 +261,10 @@ def common_state(folder: Path) -> dict[str, Any] | None:
     """Read the state of a distributed checkpoint without its tensors; None if there is none, or it is damaged."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
-    try:
+    with contextlib.suppress(Exception):  # a damaged one is named when it is loaded, or set aside then
         state = load_common_state_dict(str(newest_checkpoint(folder)))
-    except Exception:  # a damaged one is named when it is loaded, or set aside then
-        return None
-    return state if isinstance(state, dict) else None
+        return state if isinstance(state, dict) else None
+    return None
 
 
 FILES: tuple[Callable[[Namespace], Iterator[str]], ...] = (_packages, _tokenizer, _written_folders, _checkpoint)

@@ -1,8 +1,4 @@
-"""One table of the settings that users give, with their flags in training, on the command line and in `advise`.
-
-A row is all that a setting needs to be read: parsers, the names in errors, the planner's `Options` and docs/flags.md follow
-from it. Flags of one command alone, such as ``--json``, stay with the command.
-"""
+"""One table of settings, from which parsers, names in errors, the planner's `Options` and docs/flags.md follow."""
 
 from __future__ import annotations
 
@@ -310,9 +306,7 @@ _OF_BATCHES = {"context": "the length of the longest sequence", "global_batch_si
 
 
 def names_in_loop(settings: Collection[str]) -> Names:
-    """Return the names of settings for a program with a loop of its own: keywords of the function that it calls, fields of its
-    model's configuration, or words; empty for those that it cannot change.
-    """
+    """Return the names of settings for a loop of a program's own: keywords, its configuration's fields, words, or empty."""
     names = {row.setting: row.dest.removeprefix("epp_") for row in TABLE if row.training}
     unknown = {row.setting: "" for row in TABLE if row.is_ours and names.get(row.setting) not in settings}
     return names | unknown | _OF_BATCHES

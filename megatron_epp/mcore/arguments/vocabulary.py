@@ -21,10 +21,9 @@ def shards_vocabulary(args: argparse.Namespace) -> bool:
 def vocabulary_rows(entries: int, num_ranks: int) -> tuple[range, ...]:
     """Divide the rows of one tensor-parallel rank over the pipeline ranks. Raises `ArgumentError` if there are too few."""
     if entries < num_ranks:
-        raise ArgumentError(
-            f"{VOCABULARY_FLAG} on divides a vocabulary of {entries} entries on each tensor-parallel rank over "
-            f"--pipeline-model-parallel-size {num_ranks} ranks, some of which would have none: set it to off"
-        )
+        what = f"{VOCABULARY_FLAG} on divides a vocabulary of {entries} entries on each tensor-parallel rank"
+        ranks = f"--pipeline-model-parallel-size {num_ranks} ranks, some of which would have none"
+        raise ArgumentError(f"{what} over {ranks}: set it to off")
     multiple = next((m for m in _MULTIPLES if entries // num_ranks >= _EVENNESS * m), 1)
     bounds = [*(entries * rank // num_ranks // multiple * multiple for rank in range(num_ranks)), entries]
     return tuple(range(start, end) for start, end in pairwise(bounds))

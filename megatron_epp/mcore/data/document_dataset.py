@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from bisect import bisect_right
@@ -22,27 +23,28 @@ from megatron_epp.data.token_record import SUFFIX, Tokenizer, check_ids, check_t
 from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
+_log = functools.partial(log_single_rank, logger, logging.INFO)
+_warn = functools.partial(log_single_rank, logger, logging.WARNING)
 
 _SAMPLED_DOCUMENTS, _SAMPLED_TOKENS = 16, 4096
 """Number of documents, evenly spaced, that are sampled in a file without a record or in a mask, and number of tokens of each.
 
 Every token and every value of a mask is checked again when it is used; the sample finds most mistakes earlier.
 """
+_MANY = 0.1  # share of documents that are split above which a warning says so: it is then rarely meant
 
 
 class DocumentFile:
-    """One ``.bin``/``.idx`` pair, opened and checked once, from which several splits are taken. No token is read.
+    """One ``.bin``/``.idx`` pair, opened and checked once, mapped with `mmap`; no token is read.
 
-    With `mmap`, the ``.bin`` file and the mask are mapped instead of read (``--no-mmap-bin-files`` turns it off). `num_tokens`
-    of each document, int32 or int64, are summed over its sentences; `mask` is None without a file. Raises `EppError` if a file
-    is missing, empty, truncated, not an index, or does not match the others.
+    `num_tokens` of documents are int32 or int64; `mask` is None without a file. Raises `EppError` unless all files fit
+    together.
     """
 
     def __init__(self, prefix: str, mmap: bool = True) -> None:
         self.prefix = prefix
         check_pair(prefix)
-        item_bytes = _item_bytes(f"{prefix}.idx")
-        num_bytes = os.path.getsize(f"{prefix}.bin")
+        item_bytes, num_bytes = _item_bytes(f"{prefix}.idx"), os.path.getsize(f"{prefix}.bin")
         if num_bytes == 0:
             raise EppError(f"{prefix}.bin is empty; {REMAKE}")
         try:
@@ -78,10 +80,8 @@ def check_pair(prefix: str) -> None:
         raise EppError(f"{prefix} is in object storage, which is not supported; copy the .bin and .idx files to a file system")
     for path in (f"{prefix}.idx", f"{prefix}.bin"):
         if not os.path.isfile(path):
-            raise EppError(
-                f"there is no file {path}; --data-path takes prefixes of .bin/.idx pairs without the suffix, or weight and"
-                " prefix in turn"
-            )
+            takes = "--data-path takes prefixes of .bin/.idx pairs without the suffix, or weight and prefix in turn"
+            raise EppError(f"there is no file {path}; {takes}")
 
 
 def check_mask_size(prefix: str) -> None:
@@ -93,10 +93,9 @@ def check_mask_size(prefix: str) -> None:
 def refuse_mask(prefix: str) -> None:
     """Raise `EppError` if a prefix has a mask, which samples of a stream do not use, as in Megatron."""
     if os.path.exists(prefix + MASK_SUFFIX):
-        raise EppError(
-            f"{prefix}{MASK_SUFFIX} is not used by --epp-documents stream, whose samples are Megatron's own: use"
-            " --epp-documents split, or remove the mask to train on all tokens"
-        )
+        todo = "use --epp-documents split, or remove the mask to train on all tokens"
+        why = "is not used by --epp-documents stream, whose samples are Megatron's own"
+        raise EppError(f"{prefix}{MASK_SUFFIX} {why}: {todo}")
 
 
 def _item_bytes(path: str) -> int:
@@ -113,43 +112,29 @@ def _document_tokens(prefix: str, data: IndexedDataset, item_bytes: int, num_byt
     boundaries = data.document_indices
     ends = indexed_documents.sequence_ends(f"{prefix}.idx", data.sequence_lengths, boundaries)
     if len(wrong := np.flatnonzero(data.index.sequence_pointers != ends[:-1] * item_bytes)):
-        begins, first = data.index.sequence_pointers[wrong[0]], wrong[0]
-        raise EppError(
-            f"{prefix}.idx has sequences that do not follow one another in the .bin file: sequence {first} begins at byte "
-            f"{begins}, and those before it end at {ends[first] * item_bytes}; {REMAKE}"
-        )
-    if num_bytes != ends[-1] * item_bytes:
-        raise EppError(
-            f"{prefix}.bin has {num_bytes} bytes but {prefix}.idx describes {ends[-1] * item_bytes}: they are not a pair or the"
-            f" .bin is incomplete; {REMAKE}"
-        )
+        begins, end = data.index.sequence_pointers[wrong[0]], ends[wrong[0]] * item_bytes
+        why = f"sequence {wrong[0]} begins at byte {begins}, and those before it end at {end}"
+        raise EppError(f"{prefix}.idx has sequences that do not follow one another in the .bin file: {why}; {REMAKE}")
+    if num_bytes != (described := ends[-1] * item_bytes):
+        why = f"{prefix}.bin has {num_bytes} bytes but {prefix}.idx describes {described}"
+        raise EppError(f"{why}: they are not a pair or the .bin is incomplete; {REMAKE}")
     # A view of the file where every document is one sequence: ranks of a node share its pages.
     return data.sequence_lengths if (np.diff(boundaries) == 1).all() else np.diff(ends[boundaries])
 
 
 def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False) -> None:
-    """Compare a file's token record with the run's tokenizer, or without a record, a sample of tokens with the vocabulary.
-
-    Raises `EppError` if the tokens were made with another tokenizer (see `check_tokenizer`), or are not in the vocabulary.
-    """
+    """Raise `EppError` if tokens of a file are of another tokenizer than the run's, or without record not in the vocabulary."""
     record = load_record(file.prefix)
     if record is not None and (record.num_documents, record.num_tokens) != (len(file), file.total_tokens):
-        log_single_rank(
-            logger,
-            logging.WARNING,
-            f"{file.prefix}{SUFFIX} is of {record.num_documents:,} documents with {record.num_tokens:,} tokens, and the pair"
-            f" has {len(file):,} with {file.total_tokens:,}: it is of another pair, and is not gone by",
-        )
+        own = f"the pair has {len(file):,} with {file.total_tokens:,}: it is of another pair, and is not gone by"
+        of_record = f"{record.num_documents:,} documents with {record.num_tokens:,} tokens"
+        _warn(f"{file.prefix}{SUFFIX} is of {of_record}, and {own}")
         record = None
     if record is not None:
         check_tokenizer(file.prefix, record, run, masks_eod=masks_eod)
         return
-    log_single_rank(
-        logger,
-        logging.INFO,
-        f"{file.prefix} has no record of its tokenizer ({SUFFIX}, as `megatron-epp prepare` writes it): its tokens are taken to"
-        f" be made with this run's, {run}",
-    )
+    what = f"{file.prefix} has no record of its tokenizer ({SUFFIX}, as `megatron-epp prepare` writes it)"
+    _log(f"{what}: its tokens are taken to be made with this run's, {run}")
     for document in file.sampled_documents():
         length = min(_SAMPLED_TOKENS, int(file.num_tokens[document]))
         first = int(file.data.document_indices[document])
@@ -161,29 +146,17 @@ def check_mask(file: DocumentFile) -> None:
     """Log that a file has a mask, and check a sample of it. Raises `EppError` for values other than 0 and 1."""
     if file.mask is None:
         return
-    log_single_rank(
-        logger,
-        logging.INFO,
-        f"{file.prefix}{MASK_SUFFIX}: only tokens that this mask marks with 1 count in the loss, as labels",
-    )
+    _log(f"{file.prefix}{MASK_SUFFIX}: only tokens that this mask marks with 1 count in the loss, as labels")
     for document in file.sampled_documents():
         first = file.first_token(document)
         file.mask.read(first, first + min(_SAMPLED_TOKENS, int(file.num_tokens[document])))
 
 
-_MANY = 0.1  # share of documents that are split above which a warning says so: it is then rarely meant
-
-
 class DocumentDataset:
-    """Documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
+    """Documents ``[first, last)`` of one file as sequences of `context_limit` positions at most. Implements `SequenceDataset`.
 
-    Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged. Raises `EppError` as `DocumentFile`
-    does, or if no document has 2 tokens.
-
-    Args:
-        context_limit: the most positions of a sequence (``--seq-length``).
-        long_documents: treatment of longer documents (``--epp-documents``): ``split`` or ``truncate``.
-        vocab_size: of the run's tokenizer; tokens read must be below it. None checks nothing.
+    Those of fewer than 2 tokens are skipped; longer ones are `long_documents`: ``split`` or ``truncate``. Raises `EppError` as
+    `DocumentFile` does, if none has 2 tokens, or a token that is read is not below `vocab_size`.
     """
 
     def __init__(
@@ -200,26 +173,23 @@ class DocumentDataset:
         self.file = DocumentFile(file) if isinstance(file, str) else file
         self._first, self._vocab_size = first, vocab_size
         self._num_tokens = num_tokens = self.file.num_tokens[first:last]
-        self._sequences = indexed_documents.sequences_of(num_tokens, context_limit, long_documents)
+        self._sequences = indexed_documents.cut_documents(num_tokens, context_limit, long_documents)
         self.lengths = self._sequences.lengths
         documents = self._sequences.documents
         self.num_skipped = 0 if documents is None else len(num_tokens) - len(documents)
         self.num_long, self.num_left_out = self._sequences.num_long, self._sequences.num_left_out
         if not len(self.lengths):
-            raise EppError(
-                f"all {len(num_tokens)} {name} documents of {self.file.prefix} have fewer than 2 tokens, so there is nothing to"
-                " predict; check how the file was made, or the --split"
-            )
+            what = f"all {len(num_tokens)} {name} documents of {self.file.prefix} have fewer than 2 tokens"
+            raise EppError(f"{what}, so there is nothing to predict; check how the file was made, or the --split")
         self._tell(name, long_documents, num_tokens)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Return tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sequence, in the file's integer type.
+        """Return tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sequence, in the file's type; a view where mapped.
 
-        With a mapped file this is a view: nothing is read before it is used, or compared with the vocabulary's size. By default
-        it is of all positions, with the label of the last one. Raises `EppError` for a token that is not in the vocabulary.
+        Raises `EppError` for a token that is not in the vocabulary.
         """
         end = int(self.lengths[index]) + 1 if end is None else end
         document, before = self._sequences.locate(index)
@@ -254,15 +224,11 @@ class DocumentDataset:
         mask, total = f"{self.file.prefix}{MASK_SUFFIX}", self.trained_labels().total
         limit, count = self._sequences.limit, len(self._num_tokens)
         if not total:
-            return (
-                f"{mask} marks no label of {count:,} documents: make it again with `megatron-epp prepare --chat` (see "
-                "--train-on), or remove it to train on all tokens"
-            )
-        return (
-            f"{mask} marks {total:,} labels of {count:,} documents, and --epp-documents truncate cuts all of them off with the "
-            f"{self.num_left_out:,} tokens that {self.num_long:,} documents have beyond --seq-length {limit:,}: raise it, or "
-            "use --epp-documents split"
-        )
+            todo = "make it again with `megatron-epp prepare --chat` (see --train-on), or remove it to train on all tokens"
+            return f"{mask} marks no label of {count:,} documents: {todo}"
+        marks = f"{mask} marks {total:,} labels of {count:,} documents, and --epp-documents truncate cuts all of them off"
+        cut = f"the {self.num_left_out:,} tokens that {self.num_long:,} documents have beyond --seq-length {limit:,}"
+        return f"{marks} with {cut}: raise it, or use --epp-documents split"
 
     def _labels(self) -> Iterator[indexed_documents.TrainedLabels]:
         assert self.file.mask is not None
@@ -273,31 +239,22 @@ class DocumentDataset:
     def _tell(self, name: str, long_documents: str, num_tokens: np.ndarray) -> None:
         """Log the numbers of documents and sequences; warn of tokens left out by truncation, and of many split documents."""
         limit, become = self._sequences.limit, "split" if long_documents == "split" else "truncated"
-        log_single_rank(
-            logger,
-            logging.INFO,
+        _log(
             f"{name} {self.file.prefix}: {len(num_tokens) - self.num_skipped} documents are {len(self)} sequences,"
             f" {self.num_skipped} skipped (fewer than 2 tokens), {self.num_long} longer than --seq-length {limit} {become};"
             f" positions min {self.lengths.min()}, median {int(np.median(self.lengths))}, max {self.lengths.max()},"
-            f" sum {self.lengths.sum(dtype=np.int64)}",
+            f" sum {self.lengths.sum(dtype=np.int64)}"
         )
         total = int(num_tokens.sum(dtype=np.int64))
         if long_documents == "split" and self.num_long > _MANY * len(num_tokens):
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                f"{name} {self.file.prefix}: {self.num_long:,} of {len(num_tokens):,} documents are longer than --seq-length"
-                f" {limit:,} and become several sequences, which do not attend to each other; --seq-length"
-                f" {int(num_tokens.max()) - 1:,} would keep all whole",
-            )
+            longer = f"{self.num_long:,} of {len(num_tokens):,} documents are longer than --seq-length {limit:,}"
+            what = "become several sequences, which do not attend to each other"
+            whole = f"--seq-length {int(num_tokens.max()) - 1:,} would keep all whole"
+            _warn(f"{name} {self.file.prefix}: {longer} and {what}; {whole}")
         if self.num_left_out:
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                f"{name} {self.file.prefix}: --epp-documents truncate leaves out {self.num_left_out:,} of {total:,} tokens"
-                f" ({self.num_left_out / total:.1%}), what {self.num_long:,} documents have beyond --seq-length {limit:,};"
-                " --epp-documents split trains on all",
-            )
+            left = f"{self.num_left_out:,} of {total:,} tokens ({self.num_left_out / total:.1%})"
+            beyond = f"what {self.num_long:,} documents have beyond --seq-length {limit:,}; --epp-documents split trains on all"
+            _warn(f"{name} {self.file.prefix}: --epp-documents truncate leaves out {left}, {beyond}")
             self._tell_cut(name)
 
     def _tell_cut(self, name: str) -> None:
@@ -306,20 +263,13 @@ class DocumentDataset:
             return
         labels = self.trained_labels()
         if labels.cut:
-            logger.warning(
-                "%s %s: --epp-documents truncate leaves out %s of %s trained tokens (%.1f%%): raise --seq-length %s, or use "
-                "--epp-documents split",
-                *(name, self.file.prefix, f"{labels.cut:,}", f"{labels.total:,}", 100 * labels.cut / labels.total),
-                f"{self._sequences.limit:,}",
-            )
+            cut = f"{labels.cut:,} of {labels.total:,} trained tokens ({100 * labels.cut / labels.total:.1f}%)"
+            todo = f"raise --seq-length {self._sequences.limit:,}, or use --epp-documents split"
+            logger.warning("%s %s: --epp-documents truncate leaves out %s: %s", name, self.file.prefix, cut, todo)
 
 
 class DocumentBlend:
-    """Sequences drawn from several datasets. Implements `SequenceDataset`.
-
-    `numbers` are of the drawn sequences among those of all datasets, one dataset after another; None for each once in this
-    order (a ``--data-path`` of prefixes without weights).
-    """
+    """A `SequenceDataset` of several: `numbers` of drawn sequences, one dataset after another; None for each once."""
 
     def __init__(self, sources: Sequence[SequenceDataset], numbers: np.ndarray | None = None) -> None:
         self._sources, self._numbers = sources, numbers
@@ -345,11 +295,9 @@ class DocumentBlend:
 
 
 def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_samples: int, seed: int) -> DocumentBlend:
-    """Return draws in an order in which every prefix has the sources in proportion to their weights, to be used unshuffled.
+    """Return draws, to be used unshuffled, of which every beginning has sources in proportion to their weights by sequences.
 
-    The order of the sources is Megatron's. Each source is shuffled by itself and starts over when it is used up, so small
-    sources repeat. A longer blend starts with the shorter one, so a run can be resumed with more iterations. Weights, which
-    need not sum to 1, are by sequences, not by tokens, as Megatron's are by samples.
+    Each source is shuffled and starts over when used up; a longer blend starts with the shorter one, as a resumed run needs.
     """
     # Here and not at the top: in a clone of Megatron-LM these helpers are compiled only when training starts.
     from megatron.core.datasets import helpers

@@ -1,7 +1,4 @@
-"""Iterators of global batches for Megatron's training loop, built from its data flags, and the check that a resume keeps them.
-
-They need ``--dataloader-type external``, with which Megatron passes the provider's objects on to the schedule.
-"""
+"""Iterators of global batches for Megatron's loop (``--dataloader-type external``), and the check that a resume keeps them."""
 
 from __future__ import annotations
 
@@ -24,12 +21,8 @@ Shuffled = tuple[SequenceDataset, bool]
 
 SPLITS = ("train", "valid", "test")
 _HERE = "megatron_epp.mcore.data."
-SOURCES = {
-    "split": f"{_HERE}document_splits",
-    "truncate": f"{_HERE}document_splits",
-    "stream": f"{_HERE}stream",
-    "samples": f"{_HERE}sample_files",
-}
+SOURCES = {"stream": f"{_HERE}stream", "samples": f"{_HERE}sample_files"}
+SOURCES |= dict.fromkeys(("split", "truncate"), f"{_HERE}document_splits")
 """Modules that read what a run trains on, by ``--epp-documents``; with ``--epp-samples`` that of samples.
 
 `build` returns the splits, given flags, `num_samples`, tokenizer and `train_tokens` of `build_splits`; `check_files` raises
@@ -45,20 +38,12 @@ def build_document_iterators(
     data_parallel_size: int,
     num_samples: Sequence[int],
 ) -> tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]:
-    """Build iterators over the global batches of the train, validation and test documents, for this replica.
+    """Build iterators over the batches of the train, validation and test documents, the same on every rank of the job.
 
-    Every rank of the job builds the same iterators; tokens are read only by ranks that ask a batch for its chunks. The result
-    has None for a split that is not wanted, and for a test split without documents. Raises `EppError` for unusable flags or
-    files, tokens of another tokenizer than the run's, or no documents for training or for a wanted validation.
-
-    Args:
-        args: Megatron's parsed arguments. Training and validation go on exactly from their consumed samples.
-        train_plans, eval_plans: sources of the plans for this replica's part of a batch; None for no plans.
-        num_samples: numbers of sequences that train, validation and test will draw, as Megatron passes them to its dataset
-            providers.
+    None stands for a split that is not wanted, or a test without documents; plans are of this replica, None for none. Training
+    goes on from consumed samples. Raises `EppError` for unusable flags or files, or no documents where they are wanted.
     """
-    tokenizer = identity_of_run(args)
-    batch_tokens = getattr(args, "epp_batch_tokens", None)
+    tokenizer, batch_tokens = identity_of_run(args), getattr(args, "epp_batch_tokens", None)
     # A batch of one sequence for each replica may have more.
     most_tokens = max(batch_tokens, data_parallel_size * args.seq_length) * (args.train_iters or 0) if batch_tokens else 0
     splits = build_splits(args, num_samples, tokenizer, most_tokens)
@@ -77,8 +62,7 @@ def build_document_iterators(
         else:
             size = args.eval_global_batch_size if number else args.global_batch_size
             sampler = GlobalBatchSampler(len(samples_in(dataset)), size, *begin)
-        plans = eval_plans if number else train_plans
-        depth = getattr(args, "epp_lookahead", 2)
+        plans, depth = eval_plans if number else train_plans, getattr(args, "epp_lookahead", 2)
         return PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size)
 
     return iterator(0), iterator(1), iterator(2)
@@ -87,12 +71,7 @@ def build_document_iterators(
 def build_splits(
     args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, train_tokens: int = 0
 ) -> list[Shuffled | None]:
-    """Build the train, validation and test datasets, each with a flag: True if it is to be shuffled every epoch.
-
-    Args:
-        num_samples: numbers of sequences that train, validation and test will draw.
-        train_tokens: positions that training will draw at most, if its batches are of a number of tokens.
-    """
+    """Build the datasets, each with True if it is shuffled, for so many sequences, or at most `train_tokens` positions."""
     splits: list[Shuffled | None] = resolve_name(f"{_source(args)}:build")(args, num_samples, tokenizer, train_tokens)
     return splits
 
@@ -129,31 +108,19 @@ def check_record(args: Namespace, prefix: str) -> None:
 
 
 def check_order(then: Namespace, now: Namespace) -> None:
-    """Compare the arguments that determine the order of sequences, unless the checkpoint is of a run without `--epp`.
-
-    Changes that only reorder the sequences cause a warning. Raises `EppError` if the sequences differ, so that the checkpoint's
-    count of sequences trained on has no meaning in this run.
-    """
+    """Compare the order of sequences with a checkpoint's: others raise `EppError`, the same in another order are warned of."""
     if not getattr(then, "epp", False):
         return
-    before = then.epp_documents
-    if before != now.epp_documents:
-        raise EppError(
-            f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "
-            f"sequences is of others. Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
-        )
-    names = ["seed", "split", *(["seq_length"] if before != "truncate" else [])]
-    changed = [
-        f"{flag_of(name)} was {getattr(then, name)} and is {getattr(now, name)}"
-        for name in names
-        if hasattr(then, name) and getattr(then, name) != getattr(now, name)
-    ]
+    if (before := then.epp_documents) != now.epp_documents:
+        was = f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}"
+        todo = f"Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
+        raise EppError(f"{was}: its count of sequences is of others. {todo}")
+    names = ["seed", "split", *["seq_length"] * (before != "truncate")]
+    other = [name for name in names if hasattr(then, name) and getattr(then, name) != getattr(now, name)]
+    changed = [f"{flag_of(name)} was {getattr(then, name)} and is {getattr(now, name)}" for name in other]
     if changed and now.rank == 0:
-        logger.warning(
-            "%s: sequences come in another order than in the run that saved this checkpoint, so until the epoch ends some come "
-            "again and others do not",
-            ", ".join(changed),
-        )
+        what = "sequences come in another order than in the run that saved this checkpoint"
+        logger.warning("%s: %s, so until the epoch ends some come again and others do not", ", ".join(changed), what)
 
 
 def blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
@@ -162,16 +129,13 @@ def blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
     try:
         blend, blend_per_split = get_blend_and_blend_per_split(args)
     except (AssertionError, KeyError, ValueError, OSError) as error:
-        raise EppError(
-            f"the data paths cannot be read ({type(error).__name__}: {error}); give prefixes, or weight and prefix in turn"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise EppError(f"the data paths cannot be read ({why}); give prefixes, or weight and prefix in turn") from error
     if blend_per_split is not None:
         blend_per_split = [own if own and own[0] else None for own in blend_per_split]
     if not (blend and blend[0]) and not (blend_per_split and any(blend_per_split)):
-        raise EppError(
-            "there are no documents to train on; pass --data-path with the prefix of a .bin/.idx pair"
-            " (`megatron-epp prepare` makes one from text files or JSONL)"
-        )
+        how = "`megatron-epp prepare` makes one from text files or JSONL"
+        raise EppError(f"there are no documents to train on; pass --data-path with the prefix of a .bin/.idx pair ({how})")
     return blend, blend_per_split
 
 

@@ -80,10 +80,8 @@ def chat_encoder(
 ) -> ChatEncoder:
     """Build a chat encoder, with the tokenizer's template by default. Raises `EppError` without one, or an unreadable file."""
     if encoder.apply_template is None:
-        raise EppError(
-            f"--chat needs a tokenizer with a chat template: pass --tokenizer-type HuggingFaceTokenizer and --tokenizer-model "
-            f"(the tokenizer is {encoder.tokenizer})"
-        )
+        todo = "pass --tokenizer-type HuggingFaceTokenizer and --tokenizer-model"
+        raise EppError(f"--chat needs a tokenizer with a chat template: {todo} (the tokenizer is {encoder.tokenizer})")
     template = encoder.template if template_file is None else None
     if template_file is not None:
         with naming_file(template_file):
@@ -91,10 +89,9 @@ def chat_encoder(
     if isinstance(template, Mapping):
         template = template.get("default")
     if not template:
-        raise EppError(
-            f"the tokenizer {encoder.tokenizer} has no chat template, as is usual for models that were not trained on chats; "
-            "pass the template of a chat model with --chat-template FILE"
-        )
+        why = "as is usual for models that were not trained on chats"
+        todo = "pass the template of a chat model with --chat-template FILE"
+        raise EppError(f"the tokenizer {encoder.tokenizer} has no chat template, {why}; {todo}")
     from megatron_epp.data.chat import ChatEncoder
 
     return ChatEncoder(encoder.apply_template, template, tuple(roles), turns, encoder.decode, encoder.stops)

@@ -33,6 +33,9 @@ _NO_VARIABLES = frozenset(
 
 Documents = Iterator[tuple[str, Tokens | None]]
 """Every document's origin, for messages, and tokens: none if it is empty, None if it cannot be read, which is logged."""
+_SHAREGPT = "conversations"  # key of the messages of a line in ShareGPT's format
+_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
+"""Roles of messages by the names in ShareGPT's format, where a message has `from` and `value`."""
 
 
 def files_of(inputs: Sequence[str | Path], suffixes: Sequence[str]) -> list[Path]:
@@ -43,9 +46,8 @@ def files_of(inputs: Sequence[str | Path], suffixes: Sequence[str]) -> list[Path
             pair = file.with_suffix("")
             raise EppError(f"{file} is one of a pair of documents that are prepared already: train with --data-path {pair}")
     if not files:
-        raise EppError(
-            f"no documents: no file ending in {', '.join(suffixes)} under {', '.join(map(str, inputs))}; see --suffixes"
-        )
+        where = ", ".join(map(str, inputs))
+        raise EppError(f"no documents: no file ending in {', '.join(suffixes)} under {where}; see --suffixes")
     return files
 
 
@@ -64,10 +66,7 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def texts(files: Sequence[Path], encoder: Encoder, json_key: str, end: int | None) -> Documents:
-    """Yield the tokens of every file without records, or of every record of JSONL or Parquet.
-
-    `end` ends each that is not empty. Raises `EppError` if a record has no such text, or a file is binary of a known kind.
-    """
+    """Yield the tokens of every text, with `end` behind those that are not empty. Raises `EppError` for records without."""
     ending = np.array([] if end is None else [end], dtype=np.int64)
     strange: list[str] = []
     for origin, raw in _raw_texts(files, json_key):
@@ -109,15 +108,15 @@ def _keys(record: object) -> str:
 
 
 def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, counts: ChatCounts) -> Documents:
-    """Yield the tokens of the samples of the conversation of every record, with the mask of trained tokens.
+    """Yield the tokens of the samples of every conversation, under `messages` or ShareGPT's key, with the mask of trained ones.
 
-    By default messages are under `messages`, or ShareGPT's `conversations` in a file that has them. Raises `EppError` if a
-    record has no conversation, or the template does not take it; or no conversation has a trained message.
+    Raises `EppError` if a record has no conversation, the template does not take it, or none has a trained message.
     """
     roles, announced = set[str](), set[Path]()
     for file in files:
         for origin, record in _records(file):
-            key = json_key or _key_of(record)
+            is_sharegpt = isinstance(record, dict) and "messages" not in record and _SHAREGPT in record
+            key = json_key or (_SHAREGPT if is_sharegpt else "messages")
             if key == _SHAREGPT and json_key is None and file not in announced:
                 announced.add(file)
                 logger.info("%s has conversations as ShareGPT has them: `from` is read as role, `value` as content", file)
@@ -129,28 +128,20 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, cou
                 _log_unreadable(origin, error)
                 yield origin, None
                 continue
-            if not messages:
-                yield origin, Tokens(np.empty(0, dtype=np.int64))
-                continue
             try:
-                samples = encoder.encode(messages, options, counts)
+                empty = [Tokens(np.empty(0, dtype=np.int64))]
+                samples = encoder.encode(messages, options, counts) if messages else empty
             except EppError as error:
                 raise error.with_context(before=f"{origin}: ", after="; see --chat-template and --train-on") from error
-            for sample in samples:
-                yield origin, sample
+            yield from ((origin, sample) for sample in samples)
     if roles and not roles & set(encoder.roles):
-        raise EppError(
-            f"no message is of the roles that are trained ({', '.join(encoder.roles)}): the messages are of "
-            f"{', '.join(map(brief_text, sorted(roles)))}; name the roles to train with --train-on"
-        )
+        trained, there = ", ".join(encoder.roles), ", ".join(map(brief_text, sorted(roles)))
+        why = f"no message is of the roles that are trained ({trained}): the messages are of {there}"
+        raise EppError(f"{why}; name the roles to train with --train-on")
 
 
 def options_of(record: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Return what a record gives to the chat template besides messages: its tools, and variables of the template.
-
-    Both may be text in JSON, as tables store them, and each of the tools may. Raises `EppError` if they are no list and no
-    object, or would change how the template is applied.
-    """
+    """Return a record's tools, and variables of the template, which may be JSON. Raises `EppError` for other values."""
     options = _parsed(record.get(VARIABLES), f"{origin}: {VARIABLES}") or {}
     if not isinstance(options, dict):
         raise EppError(f"{origin}: {VARIABLES} is {brief(options)}, which is not an object of variables of the template")
@@ -170,17 +161,12 @@ def _parsed(value: Any, what: str) -> Any:
     try:
         return parse_json(value, what)
     except EppError as error:
-        is_python = re.match(r"\s*[\[{]+\s*'", value)
-        raise (
-            error.with_context(after="; it is as Python prints it: write it with json.dumps") if is_python else error
-        ) from None
+        is_python = re.match(r"\s*[\[{]+\s*'", value) is not None
+        raise error.with_context(after="; it is as Python prints it: write it with json.dumps" * is_python) from None
 
 
 def messages_of(record: object, key: str, origin: str) -> list[Message]:
-    """Return the messages of a record, which may be text in JSON, as tables store them.
-
-    Raises `EppError` if there are none under the key, or one has no role, or neither content nor calls of tools.
-    """
+    """Return the messages of a record, which may be JSON. Raises `EppError` for none, or without role, content or calls."""
     messages = record.get(key) if isinstance(record, dict) else None
     messages = parse_json(messages, f"{origin}: {key}") if isinstance(messages, str) and messages[:1] == "[" else messages
     if not isinstance(messages, list):
@@ -192,16 +178,6 @@ def messages_of(record: object, key: str, origin: str) -> list[Message]:
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
             raise EppError(f"{origin}: message {number} has no text under 'content': {brief(message)}")
     return messages
-
-
-_SHAREGPT = "conversations"  # key of the messages of a line in ShareGPT's format
-_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
-"""Roles of messages by the names in ShareGPT's format, where a message has `from` and `value`."""
-
-
-def _key_of(record: object) -> str:
-    """Return the key under which a line has its messages, if none is named."""
-    return _SHAREGPT if isinstance(record, dict) and "messages" not in record and _SHAREGPT in record else "messages"
 
 
 def _from_sharegpt(message: object) -> object:

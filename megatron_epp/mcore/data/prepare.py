@@ -63,11 +63,9 @@ class Summary:
 
 
 def _lines_of(prefix: str, trained: Trained, num_tokens: int) -> Iterator[str]:
-    yield (
-        f"{prefix}{MASK_SUFFIX}: {trained.num_tokens:,} tokens ({trained.num_tokens / num_tokens:.1%}) are trained, messages of"
-        f" {', '.join(trained.roles)}; conversations without any: {trained.num_documents_without:,} (they take time and train"
-        " nothing)"
-    )
+    share = f"{trained.num_tokens:,} tokens ({trained.num_tokens / num_tokens:.1%})"
+    without = f"conversations without any: {trained.num_documents_without:,} (they take time and train nothing)"
+    yield f"{prefix}{MASK_SUFFIX}: {share} are trained, messages of {', '.join(trained.roles)}; {without}"
     answers = trained.counts
     if answers.num_split:
         yield (
@@ -115,12 +113,20 @@ def prepare(
     else:
         chat = replace(chat, eod=eod, append_eod=append_eod)
         documents = chats(files, chat, json_key, counts)
+    partial, written = f"{prefix}.partial-{os.getpid()}", (".bin", SUFFIX, *((MASK_SUFFIX,) if chat else ()), ".idx")
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        summary = _write_and_rename(documents, prefix, encoder, chat, counts)
+        try:
+            summary = _write(documents, prefix, partial, encoder, chat, counts)
+            summary.record.save(partial + SUFFIX)
+            for suffix in written:
+                sync(partial + suffix)
+            _rename(partial, prefix, written)
+        finally:
+            for suffix in written:
+                Path(partial + suffix).unlink(missing_ok=True)
     except OSError as error:
-        named = str(error.filename or prefix).replace(_partial(prefix), prefix)
-        raise EppError(f"{named}: {error.strerror or error}") from error
+        raise EppError(f"{str(error.filename or prefix).replace(partial, prefix)}: {error.strerror or error}") from error
     for warning in (*counts.fields.warnings(() if chat is None else chat.roles), *counts.warnings()):
         logger.warning("%s", warning)
     return summary
@@ -133,32 +139,8 @@ def refuse_existing(prefix: str) -> None:
             raise EppError(f"{prefix}{suffix} exists already: add --overwrite to replace it, or give another --output-prefix")
 
 
-def _partial(prefix: str) -> str:
-    return f"{prefix}.partial-{os.getpid()}"
-
-
-def _write_and_rename(
-    documents: Documents, prefix: str, encoder: Encoder, chat: ChatEncoder | None, counts: ChatCounts
-) -> Summary:
-    partial = _partial(prefix)
-    suffixes = (".bin", SUFFIX, *((MASK_SUFFIX,) if chat else ()), ".idx")
-    try:
-        summary = _write(documents, prefix, partial, encoder, chat, counts)
-        summary.record.save(partial + SUFFIX)
-        for suffix in suffixes:
-            sync(partial + suffix)
-        _rename(partial, prefix, suffixes)
-    finally:
-        for suffix in suffixes:
-            Path(partial + suffix).unlink(missing_ok=True)
-    return summary
-
-
 def _rename(partial: str, prefix: str, suffixes: Sequence[str]) -> None:
-    """Replace all files of an earlier pair by new ones, the index last; if that fails, the earlier files are restored.
-
-    The old index goes first: whenever this is interrupted, there is no index rather than one of another .bin.
-    """
+    """Replace an earlier pair, the index first out and last in, so that none is of another .bin; restore it if that fails."""
     aside, moved, placed = f"{partial}.before", list[str](), list[str]()
     try:
         for suffix in (".idx", ".bin", SUFFIX, MASK_SUFFIX):
@@ -181,30 +163,24 @@ def _rename(partial: str, prefix: str, suffixes: Sequence[str]) -> None:
 def _write(
     documents: Documents, prefix: str, partial: str, encoder: Encoder, chat: ChatEncoder | None, counts: ChatCounts
 ) -> Summary:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
     num_empty = num_unreadable = 0
-    example: list[str] = []
-    last_log = time.monotonic()
+    example, last_log, tokenizer = list[str](), time.monotonic(), encoder.tokenizer
     with ExitStack() as opened:
-        writer = _open_writer(partial, encoder.tokenizer, opened, has_mask=chat is not None)
+        builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
+        opened.callback(builder.data_file.close)
+        of_mask = None if chat is None else opened.enter_context(open(partial + MASK_SUFFIX, "wb"))
+        writer = _Writer(builder, of_mask, tokenizer)
         for origin, tokens in documents:
-            if tokens is None:
-                num_unreadable += 1
-                continue
-            if len(tokens.ids) == 0:
-                num_empty += 1
+            if tokens is None or not len(tokens.ids):
+                num_unreadable, num_empty = num_unreadable + (tokens is None), num_empty + (tokens is not None)
                 continue
             writer.add(origin, tokens)
-            if (
-                not example
-                and chat is not None
-                and chat.decode is not None
-                and tokens.trained is not None
-                and tokens.trained.any()
-            ):
-                example = [
-                    f"first sample, from {origin}: {len(tokens.ids):,} tokens, what is marked is trained (\\n is a line break)",
-                    *example_lines(tokens.ids, tokens.trained, chat.decode),
-                ]
+            decode, mask = None if chat is None else chat.decode, tokens.trained
+            if not example and decode is not None and mask is not None and mask.any():
+                what = f"{len(tokens.ids):,} tokens, what is marked is trained (\\n is a line break)"
+                example = [f"first sample, from {origin}: {what}", *example_lines(tokens.ids, mask, decode)]
             if time.monotonic() - last_log > _LOG_EVERY_SECONDS:
                 last_log = time.monotonic()
                 done = f"{len(writer.lengths):,}", f"{sum(writer.lengths):,}"
@@ -212,10 +188,9 @@ def _write(
         if not writer.lengths:
             raise EppError(f"no documents: all {num_empty + num_unreadable} in the input are empty or not UTF-8")
         if chat is not None and not any(writer.num_trained):
-            raise EppError(
-                f"no token of {len(writer.lengths):,} conversations is trained, though there are messages of "
-                f"{', '.join(chat.roles)}: check the chat template's {{% generation %}} (--chat-template), or --train-on"
-            )
+            todo = "check the chat template's {% generation %} (--chat-template), or --train-on"
+            roles = f"there are messages of {', '.join(chat.roles)}: {todo}"
+            raise EppError(f"no token of {len(writer.lengths):,} conversations is trained, though {roles}")
         writer.builder.finalize(f"{partial}.idx")
     lengths = np.asarray(writer.lengths, dtype=np.int64)
     record = TokenRecord(encoder.tokenizer, encoder.flags, len(lengths), int(lengths.sum()), writer.max_token)
@@ -226,10 +201,7 @@ def _write(
 
 @dataclass(slots=True)
 class _Writer:
-    """Open files of a pair, and counts of what has been written.
-
-    `num_trained` are tokens of each document that are trained as labels, with a mask; `max_token` is the largest id.
-    """
+    """Open files of a pair, and counts of tokens, of those trained as labels, and the largest id."""
 
     builder: Any
     mask: BinaryIO | None
@@ -241,9 +213,8 @@ class _Writer:
     def add(self, origin: str, tokens: Tokens) -> None:
         self.max_token = max(self.max_token, int(tokens.ids.max()))
         if self.max_token >= self.tokenizer.vocab_size:
-            raise EppError(
-                f"{origin} has token {self.max_token}, outside the tokenizer's vocabulary of {self.tokenizer.vocab_size}"
-            )
+            size = self.tokenizer.vocab_size
+            raise EppError(f"{origin} has token {self.max_token}, outside the tokenizer's vocabulary of {size}")
         ids = tokens.ids.astype(self.builder.dtype)
         self.builder.add_document(ids, [len(ids)])
         self.lengths.append(len(ids))
@@ -253,21 +224,10 @@ class _Writer:
             self.num_trained.append(int(tokens.trained[1:].sum(dtype=np.int64)))
 
 
-def _open_writer(partial: str, tokenizer: Tokenizer, opened: ExitStack, *, has_mask: bool) -> _Writer:
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
-    opened.callback(builder.data_file.close)
-    if not has_mask:
-        return _Writer(builder, None, tokenizer)
-    return _Writer(builder, opened.enter_context(open(partial + MASK_SUFFIX, "wb")), tokenizer)
-
-
 def histogram(lengths: np.ndarray) -> list[str]:
     """Return lines with the number of documents, and their share of all tokens, in bins of length that grow fourfold."""
     bins = np.log2(lengths).astype(int) // 2
-    counts = np.bincount(bins)
-    tokens = np.bincount(bins, weights=lengths)
+    counts, tokens = np.bincount(bins), np.bincount(bins, weights=lengths)
     lines = [f"{'tokens':>23}  {'documents':>11}  of all tokens"]
     for number in range(bins.min(), len(counts)):
         bar = "#" * int(np.ceil(_BAR_WIDTH * counts[number] / counts.max()))

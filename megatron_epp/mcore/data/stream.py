@@ -17,14 +17,14 @@ from megatron_epp.data.token_record import Tokenizer, check_ids
 from megatron_epp.mcore.data.document_dataset import DocumentFile, check_mask_size, check_pair, check_tokens, refuse_mask
 from megatron_epp.mcore.data.documents import SPLITS, Shuffled, check_record, no_documents, prefixes_of, wanted_splits
 
+_AS_FLAGS = ["split", "num_dataset_builder_threads", "mmap_bin_files", "reset_position_ids", "reset_attention_mask"]
+_AS_FLAGS += ["eod_mask_loss", "mid_level_dataset_surplus", "allow_ambiguous_pad_tokens"]
+"""Settings of Megatron's datasets that have the names of their flags."""
 _KEPT = 256  # samples of a dataset that are kept after they are read: chunks and replicas read a sample in several parts
 
 
 class StreamDataset:
-    """Samples of one of Megatron's GPT datasets, each a sequence of `num_positions`. Implements `SequenceDataset`.
-
-    Tokens that are read must be below `vocab_size` of the run's tokenizer.
-    """
+    """A `SequenceDataset` of Megatron's GPT samples, each `num_positions` long, of tokens below `vocab_size`."""
 
     def __init__(self, samples: Any, num_positions: int, vocab_size: int, name: str = "train") -> None:
         self.lengths = np.full(len(samples), num_positions, dtype=np.int32)
@@ -84,17 +84,10 @@ def build_gpt_datasets(args: Namespace, num_samples: list[int], is_wanted_here: 
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
         path_to_cache=args.data_cache_path,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        **{name: getattr(args, name) for name in _AS_FLAGS},
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     train, valid, test = BlendedMegatronDatasetBuilder(dataset, num_samples, is_wanted_here, config).build()

@@ -167,11 +167,12 @@ def _run_on_rank(
 ) -> None:
     assert batch.plan is not None
     program, inputs = batch.prepared.program, batch.prepared.inputs.chunk
-    # Hooks know one backward as the last: a shard has its own, and a chunk without spans gives encoders no gradient.
-    by_hooks = run.rank == 0 and run.own_inputs is None and not any(feature.adds_gradients for feature in run.features)
+    # Hooks take one backward as a parameter's last. That is wrong where vocabulary shards add gradients behind it, or where a
+    # chunk without spans gives encoders none.
+    may_use_hooks = run.rank == 0 and run.own_inputs is None and not any(feature.adds_gradients for feature in run.features)
     splits = run.options.split_weight
-    reduction = Reduction(get_model_config(models[0]), models, by_hooks, splits) if reduces else NoReduction(models)
-    report.counts_documents(batch.prepared.inputs.upload.buffer, batch.plan.forward_only)
+    reduction = Reduction(get_model_config(models[0]), models, may_use_hooks, splits) if reduces else NoReduction(models)
+    report.count_saved_tensors(batch.prepared.inputs.upload.buffer, batch.plan.forward_only)
 
     def begin(stage: MegatronStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
         stage.begin(inputs, before_last_gradient, reduce)

@@ -19,9 +19,9 @@ from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_static
 from megatron_epp.features import targets
-from megatron_epp.mcore.arguments.checks import advice
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.layout import token_shards
+from megatron_epp.mcore.arguments.setting_checks import advice
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained_share
 from megatron_epp.mcore.costs.sources import Step, by_stage, gathered
 from megatron_epp.mcore.features import reads_ahead

@@ -37,7 +37,7 @@ class Reduction:
     plan the host would lose its lead over the device, so those checks are made at the end.
     """
 
-    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
+    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], may_use_hooks: bool, splits_weights: bool) -> None:
         self._chunks, self._remaining = chunks, len(chunks)
         self._no_sync = (
             config.no_sync_func if isinstance(config.no_sync_func, list) else one_each(config.no_sync_func, chunks[:1])
@@ -49,7 +49,7 @@ class Reduction:
         if not starts and own and self._no_sync == own:
             starts = [chunk.start_grad_sync for chunk in chunks]
         self._every = starts
-        self._by_hooks = not starts or (len(chunks) == 1 and has_first and not splits_weights)
+        self._by_hooks = not starts or (len(chunks) == 1 and may_use_hooks and not splits_weights)
         self._starts = [] if self._by_hooks else starts
         self._held = [contextlib.ExitStack() for _ in self._no_sync]
         self._checks: list[Callable[[], None]] = []

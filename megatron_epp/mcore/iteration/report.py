@@ -76,7 +76,7 @@ class IterationReport:
         recorder = Recorder(enabled=collects or (not forward_only and any(feature.reads_times for feature in run.features)))
         return IterationReport(run, batch, run.iteration, collects, start, recorder)
 
-    def counts_documents(self, uploaded: torch.Tensor, forward_only: bool) -> None:
+    def count_saved_tensors(self, uploaded: torch.Tensor, forward_only: bool) -> None:
         """Count what stages of documents keep besides inputs, if memory is measured or a feature needs it."""
         run, plan = self.run, self.batch.plan
         if forward_only:

@@ -1,7 +1,7 @@
-"""Patches for machines without NVIDIA Apex or Transformer Engine, with or without `--epp`, and with or without a GPU.
+"""Patches of every run, and for machines without NVIDIA Apex or Transformer Engine, with or without `--epp` and a GPU.
 
-Torch's counterparts take the place of the kernels that only these provide. Transformer Engine's layers fuse weight gradients by
-themselves; without Apex only Megatron's own layers do not.
+Processes that a rank starts end with it, and dataset helpers that are compiled already are not compiled anew. Without Apex or
+Transformer Engine torch's counterparts run; layers of the latter fuse weight gradients by themselves, Megatron's own do not.
 """
 
 import copy
@@ -9,16 +9,21 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
+import sysconfig
 from argparse import Namespace
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_epp.launch.lifetime import run_until_parent_ends
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 
+_HELPERS = "megatron.core.datasets.helpers_cpp"  # Megatron's compiled dataset helpers
 logger = logging.getLogger(__name__)
-
 _FUSION, _FUSED = "gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"
 _KERNELS = (
     ("transformer_impl", "transformer_engine", "transformer_engine", "local"),
@@ -30,6 +35,44 @@ _KERNELS = (
 that needs it, and the value without it."""
 _OWN_LAYERS = ("ColumnParallelLinear", "RowParallelLinear")
 """Megatron's own linear layers, such as the output layer, which add weight gradients with Apex only."""
+
+
+@functools.cache
+def of_every_run() -> tuple[Patch, ...]:
+    # The one runs `make`, and ends the process where that fails; `multiprocessing` ends processes only where the rank exits by
+    # itself, and those of one that is killed would stay.
+    has, start = "the compiled helpers are there already", wrapping("multiprocessing.process:BaseProcess.start", _start_ending)
+    target = "megatron.core.datasets.utils:compile_helpers"
+    return (Patch(target, lambda: None, has), start) if _has_dataset_helpers() else (start,)
+
+
+def _has_dataset_helpers() -> bool:
+    """True if Megatron's dataset helpers are compiled already. If only another Megatron on the path has them, load those.
+
+    The wheel ships them without a Makefile. A fresh clone has a Makefile that needs pybind11 and a compiler; where a wheel is
+    installed as well, its helpers serve the clone.
+    """
+    from megatron.core.datasets import utils
+
+    if importlib.util.find_spec(_HELPERS) is not None:
+        return not (Path(utils.__file__).parent / "Makefile").exists()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for folder in sys.path:
+        for path in Path(folder, "megatron/core/datasets").glob(f"helpers_cpp{suffix}"):
+            spec = importlib.util.spec_from_file_location(_HELPERS, path)
+            if spec is not None and spec.loader is not None:
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                sys.modules[_HELPERS] = module
+                return True
+    return False
+
+
+def _start_ending(original: Callable[[BaseProcess], None], self: BaseProcess) -> None:
+    """Let processes of checkpoint writers and data loaders end with the rank that started them, even if it is killed."""
+    if (target := getattr(self, "_target", None)) is not None:
+        self._target = functools.partial(run_until_parent_ends, target)  # type: ignore[attr-defined]
+    original(self)
 
 
 @functools.cache
@@ -64,36 +107,27 @@ def _missing() -> frozenset[str]:
 
 
 def ask_for_installed(args: Namespace) -> None:
-    """Change flags that ask for kernels which are not installed, and name them in one warning.
-
-    Layers of the script's own (``--spec``) are left to it, and so is ``transformer_impl`` then. Transformer Engine's layers add
-    weight gradients without Apex.
-    """
+    """Change flags that ask for kernels which are not installed, and name them once; not for layers of ``--spec``."""
     changed = []
+    # Transformer Engine's layers, unless gradients are deferred, which Megatron adds only with Apex
+    is_of_engine = getattr(args, "transformer_impl", None) == "transformer_engine"
+    is_of_engine &= not getattr(args, "defer_embedding_wgrad_compute", False)
+    is_of_engine &= importlib.util.find_spec("transformer_engine") is not None
     for name, module, needs, instead in _KERNELS:
         is_own = name == "transformer_impl" and getattr(args, "spec", None) is not None
-        fuses = name == _FUSION and _is_of_engine(args)
+        fuses = name == _FUSION and is_of_engine
         if module in _missing() and getattr(args, name, None) == needs and not is_own and not fuses:
             setattr(args, name, instead)
             changed.append(f"{name} ({instead})" if instead else name)
     if changed and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "NVIDIA Apex or Transformer Engine is not installed, so torch's counterparts run: changed are %s",
-            ", ".join(changed),
-        )
+        why = "NVIDIA Apex or Transformer Engine is not installed, so torch's counterparts run"
+        logger.warning("%s: changed are %s", why, ", ".join(changed))
 
 
 def _without_kernels(original: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Ask for no kernels that are not installed."""
     ask_for_installed(args)
     return original(args, *rest, **kwargs)
-
-
-def _is_of_engine(args: Namespace) -> bool:
-    """True if layers are Transformer Engine's, and no gradients are deferred, which Megatron adds only with Apex."""
-    is_used = getattr(args, "transformer_impl", None) == "transformer_engine"
-    is_deferred = getattr(args, "defer_embedding_wgrad_compute", False)
-    return is_used and not is_deferred and importlib.util.find_spec("transformer_engine") is not None
 
 
 def _without_fusion(original: Callable[..., Any], self: Any, *args: Any, config: Any, **kwargs: Any) -> None:

@@ -77,8 +77,6 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
 
 _flags: argparse.Namespace | None = None
 """The run's flags before Megatron validated them, by which a chosen layout is validated again."""
-
-
 _provider: Callable[..., Any] | None = None  # the script's function that builds models, where `pretrain` takes one
 
 
@@ -248,10 +246,8 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         result = original(*call.args, **call.kwargs)
         args = epp_args()
         if args is not None and args.train_iters and not args.skip_train and args.iteration >= args.train_iters:
-            raise NothingLeftError(
-                f"nothing was trained: the checkpoint in {args.load} has {args.iteration} iterations, and --train-iters is "
-                f"{args.train_iters}; raise it to go on"
-            )
+            has = f"the checkpoint in {args.load} has {args.iteration} iterations, and --train-iters is {args.train_iters}"
+            raise NothingLeftError(f"nothing was trained: {has}; raise it to go on")
         return result
     finally:  # by name, of what was imported: a run without --epp has no such module, and needs none
         if runs := sys.modules.get("megatron_epp.mcore.iteration.sliced_run"):

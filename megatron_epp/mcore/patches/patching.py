@@ -1,5 +1,6 @@
 """Explicit and reversible replacement of named functions of Megatron, at most once, and only where the code is known."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -62,11 +63,9 @@ _applied: list[_Applied] = []
 
 
 def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int = logging.INFO) -> None:
-    """Apply the patches that are not applied yet: all of them, or none if one finds code that it does not know.
+    """Apply all patches that are not applied yet, or none if one finds code that it does not know (`allow_unknown` permits it).
 
-    Names that other modules have already imported (`from x import y`) are replaced too; a later patch may wrap what an earlier
-    one has put in place. Rank 0 logs one line per patch. Raises `EppError` if a target is missing, or has an unknown
-    fingerprint, which `allow_unknown` permits.
+    Names that modules have imported (`from x import y`) are replaced too. Raises `EppError`, also for a missing target.
     """
     done = {applied.patch for applied in _applied}
     new = [patch for patch in patches if patch not in done]
@@ -122,14 +121,11 @@ def _fingerprint_of(original: Any) -> str:
 
 def unknown(known: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the targets that do not exist, or whose fingerprint is not in `known`."""
-    return [target for target, fingerprints in known.items() if _fingerprint_or_none(target) not in fingerprints]
-
-
-def _fingerprint_or_none(target: str) -> str | None:
-    try:
-        return fingerprint(target)
-    except EppError:
-        return None
+    digests = dict[str, str]()
+    for target in known:
+        with contextlib.suppress(EppError):
+            digests[target] = fingerprint(target)
+    return [target for target, fingerprints in known.items() if digests.get(target) not in fingerprints]
 
 
 def resolve(target: str) -> Any:
@@ -169,10 +165,9 @@ def check(patch: Patch, allow_unknown: bool = False) -> None:
         return
     digest = fingerprint(patch.target)
     if digest not in patch.fingerprints:
-        raise EppError(
-            f"{patch.target} of megatron-core {features.installed_version()} is not the code megatron-epp knows ({digest}): "
-            f"{features.INSTALL}, or pass --epp-allow-unknown-megatron"
-        )
+        what = f"{patch.target} of megatron-core {features.installed_version()}"
+        todo = f"{features.INSTALL}, or pass --epp-allow-unknown-megatron"
+        raise EppError(f"{what} is not the code megatron-epp knows ({digest}): {todo}")
 
 
 def _rebind(target: str, old: Any, new: Any) -> None:

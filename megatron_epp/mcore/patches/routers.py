@@ -26,6 +26,9 @@ from megatron_epp.runtime.attention.segments import SegmentTable
 if TYPE_CHECKING:
     from megatron_epp.mcore.model.replayed_routes import ChunkRoutes
 
+_METHODS = "routing", "apply_z_loss", "_apply_expert_bias", "sinkhorn_load_balancing"
+"""Those of Megatron's `TopKRouter` that are replaced below: others would count the padding of chunks."""
+
 
 @dataclass(frozen=True, slots=True)
 class RealTokens:
@@ -55,10 +58,6 @@ def chunk_of(table: SegmentTable, config: Any, routes: ChunkRoutes | None = None
         yield
     if routes is not None:
         routes.check()
-
-
-_METHODS = "routing", "apply_z_loss", "_apply_expert_bias", "sinkhorn_load_balancing"
-"""Those of Megatron's `TopKRouter` that are replaced below: others would count the padding of chunks."""
 
 
 def need_routing(model: torch.nn.Module) -> None:

@@ -12,10 +12,7 @@ from megatron_epp.plan.attributes import having
 
 
 class _Running(threading.local):
-    """Chunk that a thread runs: the two actions of a step run in a thread each.
-
-    `real` are its `routers.RealTokens`, `routes` its `replayed_routes.ChunkRoutes`; None for none.
-    """
+    """Chunk of a thread: its `routers.RealTokens`, and `replayed_routes.ChunkRoutes`; each action of a step has a thread."""
 
     real: Any = None
     routes: Any = None

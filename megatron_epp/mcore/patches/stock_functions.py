@@ -36,7 +36,13 @@ _TRUSTED = ("torch", "megatron.core", "megatron.training", "megatron.post_traini
 _PLAIN = (bool, int, float, str, NoneType, BuiltinFunctionType, ModuleType)  # types of values that need no check by themselves
 _REFUSED = ("process_non_loss_data_func", "p2p_communicator")
 """Arguments that `pretrain` passes to schedules and that ours does not support."""
+_REMEDY = (
+    "To train with the script's own functions, add --epp-microbatches user, which plans its microbatches whole. To cut "
+    "documents into slices, undo the change: -m megatron_epp.mcore.pretrain_gpt has Megatron's own functions"
+)
 _passed: list[object] = []
+_PARAMETERS = {FORWARD_STEP: "forward_step_func", PROVIDER: "train_valid_test_dataset_provider"}
+"""Parameters of `pretrain` that take the functions of these roles."""
 
 
 def check_call(args: argparse.Namespace, call: Mapping[str, Any]) -> None:
@@ -50,15 +56,8 @@ def check_call(args: argparse.Namespace, call: Mapping[str, Any]) -> None:
     require_stock(functions)
 
 
-_PARAMETERS = {FORWARD_STEP: "forward_step_func", PROVIDER: "train_valid_test_dataset_provider"}
-"""Parameters of `pretrain` that take the functions of these roles."""
-
-
 def check_script(args: argparse.Namespace) -> None:
-    """Refuse functions of a main script that calls `pretrain`, as `check_call` does, while it still parses its flags.
-
-    Only functions that have their names in Megatron's scripts are seen here; the call itself shows the others.
-    """
+    """Refuse functions of a main script that calls `pretrain`, of Megatron's names, while it still parses its flags."""
     main = sys.modules.get("__main__")
     if not has_user_microbatches(args) and hasattr(main, "pretrain"):
         require_stock({role: vars(main)[role] for role in _PARAMETERS if hasattr(main, role)})
@@ -69,11 +68,7 @@ def require_stock(functions: Mapping[str, Any]) -> None:
     new = {role: function for role, function in functions.items() if not any(function is each for each in _passed)}
     changes = [change for role, function in new.items() for change in changes_of(role, function)]
     if changes:
-        remedy = (
-            "To train with the script's own functions, add --epp-microbatches user, which plans its microbatches whole. To cut "
-            "documents into slices, undo the change: -m megatron_epp.mcore.pretrain_gpt has Megatron's own functions"
-        )
-        raise EppError("\n".join([*dict.fromkeys(changes), remedy]))
+        raise EppError("\n".join([*dict.fromkeys(changes), _REMEDY]))
     _passed.extend(new.values())
 
 
@@ -129,10 +124,7 @@ def _refusal(path: tuple[str, ...], value: Any, difference: str) -> str:
 
 
 def is_installed(value: Any) -> bool:
-    """True if a function or a class is defined in Megatron, torch or Python itself.
-
-    For other objects, True if it is a constant, a module, or an instance of a class of Megatron's or torch's.
-    """
+    """True if a function or class is defined in Megatron, torch or Python, or an object is plain, or of such a class."""
     if isinstance(value, FunctionType | type):
         return _is_within(value, *sys.stdlib_module_names, *_TRUSTED)
     return isinstance(value, _PLAIN) or _is_within(type(value), *_TRUSTED)

@@ -74,7 +74,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
             "data_iterator": data if len(data) > 1 else data[0],
             "num_microbatches": len(chunks),
         }
-        report.counts_documents(inputs.upload.buffer, call["forward_only"])
+        report.count_saved_tensors(inputs.upload.buffer, call["forward_only"])
         with report.saved or nullcontext():
             losses = stock(**call)
         report.log_previous_and_begin(sum(entry["lm loss"] for entry in losses) if losses else None)

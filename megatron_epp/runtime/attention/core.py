@@ -40,16 +40,16 @@ class ChunkAttention(torch.autograd.Function):
         kernel = kernels.choose(q, k[:0], v[:0], preference, has_window=has_window, has_sinks=has_sinks)
         parts = 1 if view is None else kv_cache.parts(view, cached[0].shape[1])
         # What the KV cache caches is not saved here again: a slice's own tensors are in its sequence's buffers.
-        own = tuple(compact(x if view is None else x[view.num_cached :]) for x in cached)
+        uncached = tuple(compact(x if view is None else x[view.num_cached :]) for x in cached)
 
         def attend() -> tuple[Tensor, Saved]:
             outs: list[Tensor] = []
             saved: list[Tensor] = []
             for part in range(parts):
-                own_q, own_k, own_v = _heads(part, parts, (q, *(own if view is None else cached)))
+                part_q, part_k, part_v = _heads(part, parts, (q, *(uncached if view is None else cached)))
                 if view is not None:
-                    own_k, own_v = kv_cache.append(layer, view, (own_k, own_v), part)
-                out, more = kernel.forward(own_q, own_k, own_v, context.table, scale)
+                    part_k, part_v = kv_cache.append(layer, view, (part_k, part_v), part)
+                out, more = kernel.forward(part_q, part_k, part_v, context.table, scale)
                 if sinks is not None:
                     add_sinks(out, kernel.log_sums(more), sinks.chunk(parts)[part])
                 outs.append(out)
@@ -58,7 +58,7 @@ class ChunkAttention(torch.autograd.Function):
             return _joined(outs), tuple(saved)
 
         out, saved = attend() if context.attention_output is None else context.attention_output.once(attend)
-        ctx.save_for_backward(q, out, sinks, *own, *saved)
+        ctx.save_for_backward(q, out, sinks, *uncached, *saved)
         ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.parts = context, layer, scale, kernel, parts
         if view is not None and view.is_last_slice and context.forward_only:  # no backward will release the cache
             for part in range(parts):
@@ -69,22 +69,23 @@ class ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
         view, kv_cache, parts, layer = context.view, context.kv_cache, ctx.parts, ctx.layer
-        q, out, sinks, own_k, own_v, *saved = ctx.saved_tensors
+        q, out, sinks, k, v, *saved = ctx.saved_tensors
         count = len(saved) // parts
         grads: list[Tensors] = []
         of_sinks: list[Tensor] = []
         for part in reversed(range(parts)):  # last to first: after a recomputed forward the last group is still in its buffer
-            own_grad, own_q, own_out, *uncached = _heads(part, parts, (grad, q, out, own_k, own_v))
+            part_grad, part_q, part_out, *uncached = _heads(part, parts, (grad, q, out, k, v))
             seen = tuple(uncached) if view is None else kv_cache.fetch(layer, view, uncached, part)
-            own_saved = tuple(saved[part * count : (part + 1) * count])
+            part_saved = tuple(saved[part * count : (part + 1) * count])
 
             def take(dk: Tensor, dv: Tensor, heads: slice | None, part: int = part) -> Tensors:
                 return (dk, dv) if view is None else kv_cache.take_gradient(layer, view, (dk, dv), part, heads)
 
-            k, v = seen
             if sinks is not None:
-                of_sinks.insert(0, sinks_gradient(own_grad, own_out, ctx.kernel.log_sums(own_saved), sinks.chunk(parts)[part]))
-            inputs = own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale
+                of_sinks.insert(
+                    0, sinks_gradient(part_grad, part_out, ctx.kernel.log_sums(part_saved), sinks.chunk(parts)[part])
+                )
+            inputs = part_grad, part_q, seen[0], seen[1], part_out, part_saved, context.table, ctx.scale
             grads.insert(0, backward_by_heads(ctx.kernel, *inputs, take))
         dq, dk, dv = (_joined(each) for each in zip(*grads, strict=True))
         add_begun_gradient(context, layer, (dk, dv))

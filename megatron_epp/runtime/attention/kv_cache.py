@@ -202,7 +202,7 @@ class SlicedKVCache:
     ) -> Tensors:
         """Accumulate the gradient of all that a chunk attended to; return its own tokens' gradient, ``[tokens, heads, width]``.
 
-        Gradients are ``[keys, heads, width]`` each, of some heads, first to last, or of all; a tail's may become the
+        Gradients are ``[keys, heads, width]`` each, of some heads, first to last, or of all; a last slice's may become the
         accumulator, so the caller must not keep a reference. After the backward of the sequence's first slice its cache is
         freed.
         """

@@ -41,8 +41,8 @@ class SliceView:
     sequence's end. Other tokens in the chunk of an earlier slice are *uncached*: they follow the slice in the buffer, where
     later slices overwrite them.
 
-    The buffer holds `capacity` tokens: every chunk of the sequence fits after the start of its slice. For a tail, the tokens
-    that its chunk fills.
+    The buffer holds `capacity` tokens: every chunk of the sequence fits after the start of its slice. For a last
+    slice, the tokens that its chunk fills.
     """
 
     sequence: int

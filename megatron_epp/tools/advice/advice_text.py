@@ -1,7 +1,4 @@
-"""Advice as text, as JSON, as flags to paste, and as a recipe for ``megatron-epp train -c``.
-
-The reasons for which configurations are slower than the best are in words with numbers.
-"""
+"""Advice as text with reasons, as JSON, as flags to paste, and as a recipe for ``megatron-epp train -c``."""
 
 from __future__ import annotations
 
@@ -32,6 +29,20 @@ _OURS_TO_SAY = """\
 # Learning rate, iterations and folders are examples: set your own.{defaults}
 """
 _DEFAULTS = " The model has Megatron's defaults where nothing is said."
+_NOTICED = 0.005  # share of the best step's time that a part must take longer to be named as the reason
+_WIDTH = 128
+_LINES = 6  # number of configurations of a kind that are listed unless all are requested
+_USUAL = {"EP": "1", "VPP": "1", "latents": ""}  # columns that are left out where every configuration has this
+_READ = (
+    "Layers are those of the stages in order: 2x3+4 are two stages of 3 and one of 4. Percentages are of a step. Waiting: a "
+    f"replica that has finished its part of the batch waits until the slowest one has. Of those within {CLOSE:.0%} of the "
+    "fastest the first has the fewest kinds of parallelism."
+)
+_REDUCTION = " In the best, {} go to reducing gradients and gathering weights, of which training may hide a part."
+_NOT_SUBTRACTED = (
+    "Both are {products}, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
+    "worth to a training that has them is not subtracted."
+)
 
 
 def megatron_settings(question: Question, config: Configuration) -> dict[str, Any]:
@@ -122,30 +133,19 @@ def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name not in _SIZES and not name.startswith("epp_")}
 
 
-_NOTICED = 0.005  # share of the best step's time that a part must take longer to be named as the reason
-_WIDTH = 128
-_LINES = 6  # number of configurations of a kind that are listed unless all are requested
-_USUAL = {"EP": "1", "VPP": "1", "latents": ""}  # columns that are left out where every configuration has this
-_READ = (
-    "Layers are those of the stages in order: 2x3+4 are two stages of 3 and one of 4. Percentages are of a step. Waiting: a "
-    f"replica that has finished its part of the batch waits until the slowest one has. Of those within {CLOSE:.0%} of the "
-    "fastest the first has the fewest kinds of parallelism."
-)
-_REDUCTION = " In the best, {} go to reducing gradients and gathering weights, of which training may hide a part."
-_NOT_SUBTRACTED = (
-    "Both are {products}, and without what --epp refuses: FP4, --tp-comm-overlap. What these are "
-    "worth to a training that has them is not subtracted."
-)
-
-
 def as_text(advice: Advice, show: int, everything: bool) -> str:
     best, question = advice.best[0], advice.question
+    node, lengths = question.cluster.devices_per_node, question.lengths
+    cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
+    nodes = f", nodes of {node}" if question.devices > node else ""
+    devices = f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}"
+    batch = f"A batch of {len(lengths):,} sequences, {question.tokens:,} tokens, of up to {max(lengths):,} tokens"
     products = f"in FP8 ({name})" if (name := recipe_of(question.flags)) else "in the type of the weights, not in FP8"
     others = [(entry.config.name, why_slower(question, entry, best)) for entry in (*advice.best[1:], *advice.slower)]
     unfit = [(misfit.name, misfit.why) for misfit in advice.refused if misfit.config is not None]
     ruled_out = [(misfit.name, misfit.why) for misfit in advice.refused if misfit.config is None]
     parts = [
-        _wrapped(_asked(question)),
+        _wrapped(f"{devices}. {batch}; one of {question.context:,} fits too."),
         f"{1 + len(others)} configurations fit, {len(advice.best)} of them were planned as training would plan them; "
         f"{len(unfit)} do not fit.",
         "\n".join(_table(advice, show)),
@@ -163,16 +163,6 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
 
 def _wrapped(text: str) -> str:
     return "\n".join(textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
-
-
-def _asked(question: Question) -> str:
-    node, lengths = question.cluster.devices_per_node, question.lengths
-    nodes = f", nodes of {node}" if question.devices > node else ""
-    cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
-    return (
-        f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}. A batch of {len(lengths):,} sequences, "
-        f"{question.tokens:,} tokens, of up to {max(lengths):,} tokens; one of {question.context:,} fits too."
-    )
 
 
 def _table(advice: Advice, show: int) -> list[str]:
@@ -204,11 +194,10 @@ def _plain_text(advice: Advice) -> str:
         head = f"Megatron's own schedule is {'faster' if is_faster else f'as good (within {TIE:.0%})'}"
     config, stock = plain.config, plain.stock
     shared = " Its replicas are taken not to wait for each other where they share experts, as those of plans do."
-    return (
-        f"{head}: {'interleaved' if config.virtual > 1 else 'plain'} 1F1B at its best has {config.name}, rows of up to "
-        f"{stock.row_tokens:,} tokens and {stock.recompute}: {advice.tokens_per_s(plain.stock.step_us):,.0f} tokens/s, "
-        f"{best_us / plain.stock.step_us:.0%} of the best above." + shared * (len(config.lockstep_groups[0]) > 1)
-    )
+    kind, rows = "interleaved" if config.virtual > 1 else "plain", f"rows of up to {stock.row_tokens:,} tokens"
+    speed = f"{advice.tokens_per_s(stock.step_us):,.0f} tokens/s, {best_us / stock.step_us:.0%} of the best above."
+    text = f"{head}: {kind} 1F1B at its best has {config.name}, {rows} and {stock.recompute}: {speed}"
+    return text + shared * (len(config.lockstep_groups[0]) > 1)
 
 
 def why_slower(question: Question, entry: Judged, best: Judged) -> str:

@@ -16,14 +16,21 @@ from megatron_epp.tools.advice.judge import Baseline, Judged, Misfit, misfit
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.layouts.layout_choice import choose, least_gain_of_split
 
+SEARCHED = 6  # number of configurations for whose sizes a layout is searched: the ones with the best rough plans
+PLANNED = 12  # number of configurations that are evaluated exactly
+COMPARED = 6  # number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B
+TIE = 0.03  # share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good
+CLOSE = 0.02
+"""Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
+_MOST_TIMES = 8  # largest factor by which more devices are proposed where nothing fits
+_NEAR = 8  # number of refused configurations among which the one nearest to fitting is searched
+
 
 def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
-    """Return all configurations of even layers on one stage per rank, and the sizes that were refused.
-
-    Tensor- and context-parallel sizes are powers of two, tensor parallelism stays inside a node.
-    """
-    configs: list[Configuration] = []
-    refused: dict[str, str] = {}
+    """Return configurations of even layers on one stage per rank, TP and CP powers of two, TP in a node; and refusals."""
+    configs, refused = list[Configuration](), dict[str, str]()
+    is_open = question.flags.get("multi_latent_attention") and question.flags.get("epp_latents") not in ("on", "off")
+    latents = ("off", "on") if is_open else ("",)
     for config in _grid(question):
         if named := next(_refusals(question, config), None):
             refused.setdefault(*named)
@@ -34,7 +41,7 @@ def candidates(question: Question) -> tuple[list[Configuration], list[Misfit]]:
                 refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
             shards = question.vocabulary[0] and config.pipeline > 1
             even = [replace(sizes, layers=question.even_layers(sizes), shards_vocabulary=shards) for sizes in known]
-            configs += [replace(sizes, latents=choice) for sizes in even for choice in question.open_latents]
+            configs += [replace(sizes, latents=choice) for sizes in even for choice in latents]
     return configs, [Misfit(name, why) for name, why in refused.items()]
 
 
@@ -92,25 +99,13 @@ def check_devices(question: Question) -> None:
     """Raise `EppError` if the devices are not whole nodes, or fixed sizes do not divide their number."""
     node, devices = question.cluster.devices_per_node, question.devices
     if devices > node and devices % node:
-        less = devices // node * node
-        raise EppError(
-            f"--devices {devices} is not a multiple of {node}, the devices of a node of {question.cluster.name}: give {less} "
-            f"or {less + node}, or a cluster file with another devices_per_node"
-        )
+        less, of_node = devices // node * node, f"the devices of a node of {question.cluster.name}"
+        todo = f"give {less} or {less + node}, or a cluster file with another devices_per_node"
+        raise EppError(f"--devices {devices} is not a multiple of {node}, {of_node}: {todo}")
     fixed = {name: size for name, size in question.fixed.items() if name in ("tensor", "context", "pipeline")}
     if devices % (ranks := math.prod(fixed.values())):
         sizes = " x ".join(f"--{name}-parallel {size}" for name, size in fixed.items())
         raise EppError(f"--devices {devices} do not divide by {sizes}: a replica takes {ranks}, so give a multiple of {ranks}")
-
-
-SEARCHED = 6  # number of configurations for whose sizes a layout is searched: the ones with the best rough plans
-PLANNED = 12  # number of configurations that are evaluated exactly
-COMPARED = 6  # number of configurations at which layers and virtual stages are searched for Megatron's own 1F1B
-TIE = 0.03  # share by which Megatron's own 1F1B may be slower than the best configuration and still be called as good
-CLOSE = 0.02
-"""Share of the fastest time by which another may be slower and still be called as good; the simplest of these leads."""
-_MOST_TIMES = 8  # largest factor by which more devices are proposed where nothing fits
-_NEAR = 8  # number of refused configurations among which the one nearest to fitting is searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +131,7 @@ class NothingFitsError(InfeasibleError):
 
 
 def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
-    """Search for the best, deterministically. Raises `NothingFitsError`.
-
-    Rough plans are without offload where anything fits without, since offload takes long to plan; the best are planned with it.
-    """
+    """Search deterministically, by rough plans without offload where anything fits without. Raises `NothingFitsError`."""
     configs, refused = candidates(question)
     search = _Search(replace(question, options=replace(question.options, offload=False)), say)
     search.look_at(configs, "configurations")
@@ -162,11 +154,8 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
 class _Search:
     def __init__(self, question: Question, say: Callable[[str], None]) -> None:
         self.question, self.say = question, say
-        self.entries: list[Judged] = []
-        self.exact: list[Judged] = []
-        self.refused: list[Misfit] = []
-        self.steps: dict[Configuration, Steps] = {}
-        self._shares: dict[int, tuple[Share, ...]] = {}
+        self.entries, self.exact, self.refused = list[Judged](), list[Judged](), list[Misfit]()
+        self.steps, self._shares = dict[Configuration, Steps](), dict[int, tuple[Share, ...]]()
 
     def look_at(self, configs: Sequence[Configuration], what: str) -> None:
         for number, config in enumerate(configs):
@@ -224,10 +213,7 @@ class _Search:
         return question
 
     def compare(self, question: Question, ranked: list[Judged]) -> tuple[Baseline | None, Gain]:
-        """Search for the best that Megatron's own 1F1B can do, and divide the gain of the first plan over it by cause.
-
-        Layers and virtual stages are searched where plans are fastest, and where 1F1B of even layers comes nearest.
-        """
+        """Search for the best of Megatron's own 1F1B, where plans are fastest and even layers come nearest; divide the gain."""
         best = ranked[0]
         near = sorted(self.steps, key=lambda sizes: (_packed_us(self.steps[sizes]), sizes))
         if any(math.isfinite(_packed_us(steps)) for steps in self.steps.values()):
@@ -239,7 +225,10 @@ class _Search:
             layouts = (entry.config.stages for entry in ranked if _bare(entry.config) == sizes)
             setting = judge.choices_of(question, sizes, self._shares[sizes.data], layouts)
             tried.append((sizes, setting.steps()))
-        firsts = [_fastest(tried, number) for number in range(3)]
+        firsts = []
+        for number in range(3):  # the fastest of all steps with so many causes
+            each = [Baseline(own.with_layout(step.layout), step) for own, steps in tried if (step := steps[number]) is not None]
+            firsts.append(min(each, key=lambda baseline: (baseline.stock.step_us, baseline.config), default=None))
         packed = firsts[-1]
         again = [packed]
         for sizes in dict.fromkeys((best.config, *([packed.config] if packed else []))):
@@ -253,8 +242,8 @@ class _Search:
 
     def _refuse(self, config: Configuration, error: InfeasibleError) -> None:
         needed, cap = error.least_cap_bytes, self.question.cap_bytes
-        of_cap = f"{format_gib(needed, cap)} of {format_gib(cap, needed)}"
-        why = f"a replica's share of this batch needs {of_cap}" if needed else error.message.rstrip()
+        of_cap = f"a replica's share of this batch needs {format_gib(needed, cap)} of {format_gib(cap, needed)}"
+        why = of_cap if needed else error.message.rstrip()
         self.refused.append(Misfit(config.name, why, needed, config))
 
 
@@ -264,12 +253,6 @@ def _bare(config: Configuration) -> Configuration:
 
 def _packed_us(steps: Steps) -> float:
     return math.inf if steps[-1] is None else steps[-1].step_us
-
-
-def _fastest(tried: list[tuple[Configuration, Steps]], number: int) -> Baseline | None:
-    """Return the fastest of all steps with so many causes; None if none fits."""
-    each = [Baseline(sizes.with_layout(stock.layout), stock) for sizes, steps in tried if (stock := steps[number]) is not None]
-    return min(each, key=lambda baseline: (baseline.stock.step_us, baseline.config), default=None)
 
 
 def _speed(entry: Judged) -> tuple[float, Configuration]:
@@ -285,8 +268,8 @@ def _simplest_first(entries: list[Judged]) -> list[Judged]:
 
 
 def _nothing_fits(question: Question, refused: list[Misfit]) -> NothingFitsError:
-    with_sizes = (refusal for refusal in refused if refusal.config is not None)
-    tight = sorted(with_sizes, key=lambda refusal: (refusal.needed_bytes, refusal.name))
+    sized = (refusal for refusal in refused if refusal.config is not None)
+    tight = sorted(sized, key=lambda refusal: (refusal.needed_bytes, refusal.name))
     if not tight:
         lines = "; ".join(f"{refusal.name}: {refusal.why}" for refusal in refused[:3])
         return NothingFitsError(f"no configuration of {question.devices} devices can run. {lines}")

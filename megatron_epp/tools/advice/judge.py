@@ -143,10 +143,7 @@ def exactly(question: Question, config: Configuration) -> Judged:
 def choices_of(
     question: Question, config: Configuration, shares: Sequence[Share], layouts: Iterable[Layout] = ()
 ) -> StockChoices:
-    """Return what Megatron's own 1F1B may have at the parallel sizes of a configuration, and at more layouts if given.
-
-    This favours 1F1B: the batch is also divided by work, and replicas that share experts do not wait for each other's rows.
-    """
+    """Return what Megatron's own 1F1B may have, in its favour: replicas that share experts do not wait for others' rows."""
     layers = even_layers(int(question.flags["num_layers"]), config.pipeline)
     even = Layout(layers, Placement("looped", config.pipeline, 1))
     config = config.with_layout(even)
@@ -189,8 +186,7 @@ def _parts(question: Question, config: Configuration, result: Plan, times_us: Se
     shape, ranks = question.shape(config), result.num_ranks
     makespan_us = result.predicted.makespan_us
     busy = sum(busy_us(result, rank) for rank in range(ranks)) / ranks
-    recompute_us = sum(map(sum, result.recompute_us)) / ranks
-    passes = 2 * shape.num_layers / config.pipeline
+    recompute_us, passes = sum(map(sum, result.recompute_us)) / ranks, 2 * shape.num_layers / config.pipeline
     token_us = exchange_line(shape.exchanges, question.rates).per_token_us
     exchange_us = min(busy - recompute_us, sum(result.lengths) * token_us * passes)
     return Parts(

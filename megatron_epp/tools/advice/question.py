@@ -134,16 +134,11 @@ class Question:
     @property
     def may_split_weights(self) -> bool:
         """True unless Transformer Engine's layers have biases, with which a training computes weight gradients in backwards."""
-        has_biases = not self.flags.get("disable_bias_linear") or self.flags.get("add_qkv_bias")
-        return self.opens_weights and not has_biases
+        return self.opens_weights and bool(self.flags.get("disable_bias_linear")) and not self.flags.get("add_qkv_bias")
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
-
-    @property
-    def bytes_per_value(self) -> int:
-        return 2 if self.flags.get("bf16") or self.flags.get("fp16") else 4
 
     @property
     def trained_share(self) -> float:
@@ -164,10 +159,7 @@ class Question:
         return self.cluster.linked(self.devices)
 
     def costs(self, config: Configuration) -> PipelineCosts:
-        """Costs of every stage, from the profile measured with the configuration's sizes, by formula if there is none.
-
-        They include device memory in addition to the tensors that autograd keeps.
-        """
+        """Costs of every stage on devices, from the profile measured with the configuration's sizes, or by formula."""
         profile = profile_for(self.measured.get(config.sharing), self.shape(config), self.rates).training(self.trained_share)
         sizes = {"data_parallel_size": config.data} | self._expert_sizes(config)
         optimizer = OptimizerBytes.of_flags(self.flags | config.settings(self.flags) | sizes, profile.weight_bytes)
@@ -183,12 +175,6 @@ class Question:
     def problem_of(self, config: Configuration, share: Iterable[int]) -> Problem:
         """Planning problem of the replica that has the sequences at these positions of the batch."""
         return self.problem(config, tuple(self.lengths[at] for at in share))
-
-    @property
-    def open_latents(self) -> tuple[str, ...]:
-        """Values of ``--epp-latents`` to choose from; one empty value where there is no choice."""
-        is_open = self.flags.get("multi_latent_attention") and self.flags.get("epp_latents") not in ("on", "off")
-        return ("off", "on") if is_open else ("",)
 
     def even_layers(self, config: Configuration) -> tuple[int, ...]:
         return even_layers(int(self.flags["num_layers"]), config.pipeline * config.virtual)
@@ -207,10 +193,7 @@ class Question:
         )
 
     def reduction_us(self, config: Configuration) -> float:
-        """Time to reduce gradients and to gather weights over the ranks that hold the same weights, on the slowest rank.
-
-        It does not overlap with compute. A ring over nodes uses every member's link.
-        """
+        """Time to reduce gradients and gather weights, on the slowest rank, not overlapped; rings over nodes use every link."""
         shape, holders = self.shape(config), config.context * config.data
         rank_of, sharing = config.rank_of, config.expert * config.expert_tensor
         layer, slowest_us = analytic_profile(shape, self.rates).mean_layer, 0.0
@@ -226,10 +209,8 @@ class Question:
 
     def _ring_us(self, parameters: float, group: int, spacing: int) -> float:
         """Time of `reduction_us` for a group of ranks with the given parameters each, `spacing` ranks apart in a node."""
-        rates, node = self.cluster.rates, self.cluster.devices_per_node
-        in_node = max(1, min(group, node // spacing))
-        rate = rates.exchange_bytes
-        if group > in_node:
-            rate = min(rate, in_node * rates.message_bytes)
-        moved_bytes = self.trained_share * parameters * (REDUCED_BYTES + self.bytes_per_value) * (1 - 1 / group)
+        rates, in_node = self.cluster.rates, max(1, min(group, self.cluster.devices_per_node // spacing))
+        rate = min(rates.exchange_bytes, in_node * rates.message_bytes) if group > in_node else rates.exchange_bytes
+        value_bytes = 2 if self.flags.get("bf16") or self.flags.get("fp16") else 4
+        moved_bytes = self.trained_share * parameters * (REDUCED_BYTES + value_bytes) * (1 - 1 / group)
         return MICROSECONDS * moved_bytes / rate

@@ -115,7 +115,8 @@ def run(args: argparse.Namespace) -> int:
         say("\nFlags of the best plans:\n" + textwrap.indent(advice_text.flags_text(question, best.config), "  "))
         say("\n" + "\n".join(_again(args, question, best)))
     if args.output:
-        model = args.model if _is_as_shipped(args.model, question) else None
+        is_shipped, plain = args.model in shipped("models") and not Path(args.model).is_file(), advice_text.without_sizes
+        model = args.model if is_shipped and plain(load_flags(args.model)) == plain(question.flags) else None
         text = advice_text.recipe_text(question, best.config, model, f"--lengths {args.lengths}")
         write_text(args.output, text)
     return 0
@@ -128,14 +129,12 @@ def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterat
         return
     whose = "The plan of the slowest replica" if config.data > 1 else "Its plan"
     yield f"{whose}, {format_us(plan.predicted.makespan_us)} and {format_bytes(best.peak_bytes)} on its fullest rank, again:"
-    for command in ("plan", "memory"):
-        yield f"  {PROGRAM} {command} {shlex.join(plan_flags(args, question, best))}"
+    yield from (f"  {PROGRAM} {command} {shlex.join(plan_flags(args, question, best))}" for command in ("plan", "memory"))
 
 
 def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> list[str]:
     """Return the flags with which `plan` makes the plan of an evaluated configuration, whose replicas share no experts."""
-    config = best.config
-    lengths = [",".join(map(str, best.plan.lengths))]
+    config, lengths = best.config, [",".join(map(str, best.plan.lengths))]
     if is_distribution(args.lengths) and config.data == 1:
         lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
     rows = [
@@ -148,35 +147,21 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
         )
     ]
     flags: dict[str, Any] = {row.short_dest: getattr(args, row.short_dest) for row in rows}
-    flags |= {
-        "context": question.context,
-        "cluster": args.cluster,
-        "attention_kernel": args.attention_kernel,
-        "devices": question.devices,
-        "stages": config.pipeline,
-        "layout": ("" if config.virtual == 1 else f"{config.placement}:") + ",".join(f"{count:g}" for count in config.layers),
-        "tensor_parallel": config.tensor,
-        "context_parallel": config.context,
-        "expert_parallel": config.expert if config.expert > 1 else None,
-        "expert_tensor_parallel": config.settings(question.flags).get("expert_tensor_parallel_size"),
-        "sequence_parallel": config.tensor > 1,
-        "data_parallel": config.data,
-        "token_multiple": question.token_multiple(config),
-        "vocab_parallel": "on" if config.shards_vocabulary else "off",
-        "latents": config.latents or question.flags.get("epp_latents"),
-        "offload": "on" if question.options.offload else None,
-        "split_weight": "on" if question.options.split_weight else "off",
-        "memory_cap_gb": None if is_unlimited(question.cap_bytes) else repr(question.cap_bytes / 2**30),
-        "seed": args.seed or None,
-        "costs": question.costs_files.get(config.sharing),
-    }
+    layout = ("" if config.virtual == 1 else f"{config.placement}:") + ",".join(f"{count:g}" for count in config.layers)
+    flags |= {"context": question.context, "cluster": args.cluster, "attention_kernel": args.attention_kernel}
+    flags |= {"devices": question.devices, "stages": config.pipeline, "layout": layout}
+    flags |= {"tensor_parallel": config.tensor, "context_parallel": config.context}
+    flags["expert_parallel"] = config.expert if config.expert > 1 else None
+    flags["expert_tensor_parallel"] = config.settings(question.flags).get("expert_tensor_parallel_size")
+    flags |= {"sequence_parallel": config.tensor > 1, "data_parallel": config.data}
+    flags["token_multiple"] = question.token_multiple(config)
+    flags["vocab_parallel"] = "on" if config.shards_vocabulary else "off"
+    flags["latents"] = config.latents or question.flags.get("epp_latents")
+    flags["offload"] = "on" if question.options.offload else None
+    flags["split_weight"] = "on" if question.options.split_weight else "off"
+    flags["memory_cap_gb"] = None if is_unlimited(question.cap_bytes) else repr(question.cap_bytes / 2**30)
+    flags |= {"seed": args.seed or None, "costs": question.costs_files.get(config.sharing)}
     return ["--lengths", *lengths, *flag_words(flags)]
-
-
-def _is_as_shipped(model: str | None, question: Question) -> bool:
-    if model not in shipped("models") or Path(model).is_file():
-        return False
-    return advice_text.without_sizes(load_flags(model)) == advice_text.without_sizes(question.flags)
 
 
 def question_of(args: argparse.Namespace) -> Question:

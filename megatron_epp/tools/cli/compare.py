@@ -56,9 +56,9 @@ class Entry:
     # Most tokens of a chunk or row that it packs and cuts to; None if it has no limit, or chooses sizes itself
     size: int | None = None
 
-    @property
-    def makespan_us(self) -> float:
-        return math.inf if self.plan is None else self.plan.predicted.makespan_us
+
+def _speed(entry: Entry) -> float:
+    return math.inf if entry.plan is None else entry.plan.predicted.makespan_us
 
 
 def add_arguments(parser: Parser) -> None:
@@ -101,12 +101,13 @@ def run(args: argparse.Namespace) -> int:
     of_all = f"of {len(names) * len(batches)} plans, each with its best size"
     with progress("planning", lambda: f"{sum(len(each.entries) for each in batches)} {of_all}"):
         for batch in batches:
-            for name in names:
-                batch.entries.append(_best(batch, name))
+            for name in names:  # if nothing can be planned, the refusal is that of the flags' size
+                sizes = (None, *sizes_of(args, batch.lengths, chosen.layout.placement.num_ranks, name))
+                batch.entries.append(min((_entry(batch, name, size) for size in sizes), key=_speed))
         gains = [*map(_gain, batches)]
     if ALL in (args.planner or ()):
         for batch in batches:
-            batch.entries.sort(key=lambda entry: entry.makespan_us)  # those without a plan go last
+            batch.entries.sort(key=_speed)  # those without a plan go last
     plans = [(entry.planner, entry.plan) for batch in batches for entry in batch.entries if entry.plan is not None]
     if args.output and is_page(args.output):
         save_page([Shown(name, shown_plan) for name, shown_plan in plans], args.output)
@@ -122,20 +123,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _best(batch: Batch, name: str) -> Entry:
-    """Plan one batch with one planner and its best size. If nothing can be planned, the refusal is that of the flags' size."""
-    sizes = (None, *sizes_of(batch.args, batch.lengths, batch.chosen.layout.placement.num_ranks, name))
-    return min((_entry(batch, name, size) for size in sizes), key=lambda tried: tried.makespan_us)
-
-
 def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int, name: str) -> list[int]:
-    """Return up to `_MOST_SIZES` powers of two to try with a planner besides its default size, none if flags give one.
+    """Return powers of two to try with a planner besides its default size, none if flags give one, within `_MOST_ACTIONS`.
 
-    Rows of whole sequences are as long as the longest, or longer. Chunks are at most half of the longest, which is then cut;
-    the longest are tried first, as far as the work allows (`_MOST_ACTIONS`).
+    Rows of whole sequences are as long as the longest, or longer; chunks at most half as long, which is then cut.
     """
-    longest, multiple = max(lengths), token_multiple(args)
-    entry = PLANNERS.entry(name)
+    longest, multiple, entry = max(lengths), token_multiple(args), PLANNERS.entry(name)
     if args.chunk_tokens is not None or args.slices is not None or entry is None or entry.has_own_size:
         return []
     powers = [size for size in (1 << power for power in range(64)) if size % multiple == 0]
@@ -150,9 +143,7 @@ def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int,
 
 def _entry(batch: Batch, name: str, size: int | None) -> Entry:
     """Plan one batch with one planner, with a size of its rows or chunks; None for the flags' size."""
-    args, lengths = batch.args, batch.lengths
-    start_s = time.process_time()
-    known = PLANNERS.entry(name)
+    args, lengths, start_s, known = batch.args, batch.lengths, time.process_time(), PLANNERS.entry(name)
     try:
         layout = layout_at(args, batch.chosen, name, lengths)
         options = options_from(args, planner=name)
@@ -225,31 +216,21 @@ def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     if gain is not None:
         stock, causes = gain
-        lines += ["", *causes.lines()]
-        lines.append("Megatron's own at its best: " + ("nothing fits" if stock is None else stock_text(stock)))
+        own = "nothing fits" if stock is None else stock_text(stock)
+        lines += ["", *causes.lines(), f"Megatron's own at its best: {own}"]
         lines.append("(several stages on each rank only where plans may have them: --layout auto, or one with several)")
     return "\n".join(lines)
 
 
 def _row(batch: Batch, entry: Entry, gain: StockGain) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "batch": batch.name,
-        "sequences": len(batch.lengths),
-        "tokens": sum(batch.lengths),
-    } | {name: getattr(entry, name) for name in ("planner", "planning_ms", "size", *["note"] * bool(entry.note))}
+    row: dict[str, Any] = {"batch": batch.name, "sequences": len(batch.lengths), "tokens": sum(batch.lengths)}
+    row |= {name: getattr(entry, name) for name in ("planner", "planning_ms", "size", *["note"] * bool(entry.note))}
     if entry.plan is None:
         return row | {"refusal": entry.refusal}
-    predicted = entry.plan.predicted
-    row |= {
-        "makespan_us": predicted.makespan_us,
-        "makespan_over_best": predicted.makespan_us / min(other.makespan_us for other in batch.entries),
-        "lower_bound_us": predicted.lower_bound_us,
-        "bubble_fraction": predicted.bubble_fraction,
-        "peak_bytes": predicted.peak_bytes,
-        "cap_bytes": entry.plan.cap_bytes,
-        "recompute_share": recompute_share(entry.plan),
-        "chunks": len(entry.plan.chunks),
-    }
+    predicted, best_us = entry.plan.predicted, min(map(_speed, batch.entries))
+    row |= {"makespan_us": predicted.makespan_us, "makespan_over_best": predicted.makespan_us / best_us}
+    row |= {name: getattr(predicted, name) for name in ("lower_bound_us", "bubble_fraction", "peak_bytes")}
+    row |= {"cap_bytes": entry.plan.cap_bytes, "recompute_share": recompute_share(entry.plan), "chunks": len(entry.plan.chunks)}
     return row | ({"gain": gain[1].as_json()} if gain is not None and entry.planner == "greedy" else {})
 
 

@@ -13,7 +13,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_epp.launch.machine import EXPANDABLE, TF32, allocator_setting, nccl_version, segments_expand, version_of
 from megatron_epp.mcore import features
@@ -33,47 +33,39 @@ measure a model's parts here, and plan with what was measured
   megatron-epp doctor --profile --model tiny-gpt -o profile.json
   megatron-epp plan --lengths 1200,88,4096 --costs profile.json --stages 2
 """
+_LIBRARY_PATH = (
+    "put the folders of torch's own libraries (nvidia/*/lib of site-packages) first in LD_LIBRARY_PATH: those of a CUDA "
+    "toolkit may be found before them, whatever CUDNN_HOME says"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: a subject, what is there, and what to do about it, empty where nothing is.
-
-    `status` is ``ok``; ``warning``: training runs, but slower or with less than it could have; ``problem``: it cannot run.
-    """
-
     subject: str
-    status: str
-    found: str
-    todo: str = ""
+    status: str  # ``ok``; ``warning``: training runs, but slower or with less than it could have; ``problem``: it cannot run
+    found: str  # what is there
+    todo: str = ""  # about it
 
 
-@dataclass(frozen=True, slots=True)
-class _Library:
-    """Package that may be there: its installed name with known versions, the module to import, the status of its absence."""
-
+class _Library(NamedTuple):
     name: str
-    requirement: str
-    module: str
+    requirement: str  # its installed name with known versions
+    module: str  # to import
     use: str
     install: str
-    status: str = WARNING
+    status: str = WARNING  # of its absence
 
 
 _TORCH = _Library("torch", "torch>=2.6", "torch", "everything that trains", 'pip install "torch>=2.6"', PROBLEM)
 _NUMBA = _Library("numba", "numba>=0.60", "numba", "the planner's inner loops, compiled", "pip install 'megatron-epp[fast]'")
 _GPU_LIBRARIES = (
     _Library(
-        "Transformer Engine",
-        "transformer-engine>=2",
-        "transformer_engine.pytorch",
+        *("Transformer Engine", "transformer-engine>=2", "transformer_engine.pytorch"),
         "Megatron's default layers and cuDNN's attention",
         "pip install 'megatron-epp[te]', or train with --transformer-impl local",
     ),
     _Library(
-        "NVIDIA Apex",
-        "apex>=0",
-        "amp_C",  # one of its extensions: a package called apex may be something else
+        *("NVIDIA Apex", "apex>=0", "amp_C"),  # one of its extensions: a package called apex may be something else
         "fused Adam and --gradient-accumulation-fusion",
         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . in a checkout of github.com/NVIDIA/apex",
     ),
@@ -109,7 +101,6 @@ def text(findings: list[Finding]) -> str:
 
 
 def look() -> Iterator[Finding]:
-    """Look at everything, in the order in which the findings build on each other."""
     yield Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")  # an older one cannot read this package
     yield _library(_TORCH)
     torch = None if _import_error("torch") else importlib.import_module("torch")
@@ -141,17 +132,6 @@ def _import_error(module: str) -> Exception | None:
     return None
 
 
-def _mended(error: Exception, library: _Library) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"pip install {error.name.partition('.')[0]}"
-    if isinstance(error, OSError) or ".so" in str(error) or "cuDNN" in str(error):
-        return (
-            "put the folders of torch's own libraries (nvidia/*/lib of site-packages) first in LD_LIBRARY_PATH: those of "
-            "a CUDA toolkit may be found before them, whatever CUDNN_HOME says"
-        )
-    return f"install it again: {library.install}"
-
-
 def _library(library: _Library, is_of_use: bool = True) -> Finding:
     from packaging.version import Version
 
@@ -162,8 +142,12 @@ def _library(library: _Library, is_of_use: bool = True) -> Finding:
     if importlib.util.find_spec(library.module.partition(".")[0]) is None:
         return Finding(library.name, library.status, f"not found; it is for {library.use}", library.install)
     if (error := _import_error(library.module)) is not None:
-        state = f"{version or 'found'}, but its import fails: {one_line(error)}"
-        return Finding(library.name, library.status, state, _mended(error, library))
+        state, todo = f"{version or 'found'}, but its import fails: {one_line(error)}", f"install it again: {library.install}"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            todo = f"pip install {error.name.partition('.')[0]}"
+        elif isinstance(error, OSError) or ".so" in str(error) or "cuDNN" in str(error):
+            todo = _LIBRARY_PATH
+        return Finding(library.name, library.status, state, todo)
     if version is None:
         return Finding(library.name, OK, "found, of an unknown version")
     # NVIDIA's containers have builds from before a release: torch 2.6.0a0+... is as good as 2.6.
@@ -187,15 +171,15 @@ def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 
 def _megatron() -> Iterator[Finding]:
-    install = features.INSTALL
     try:
         features.check_megatron()
     except EppError as error:
-        yield Finding("megatron-core", PROBLEM, str(error), install * (install in str(error)))
+        yield Finding("megatron-core", PROBLEM, str(error), features.INSTALL * (features.INSTALL in str(error)))
         return
     yield Finding("megatron-core", OK, features.described())
     if importlib.util.find_spec("megatron.training") is None:
-        yield Finding("megatron.training", PROBLEM, "not found", f"{install}, or put a clone of Megatron-LM on PYTHONPATH")
+        todo = f"{features.INSTALL}, or put a clone of Megatron-LM on PYTHONPATH"
+        yield Finding("megatron.training", PROBLEM, "not found", todo)
         return
     from megatron_epp.mcore import entry
 
@@ -204,8 +188,7 @@ def _megatron() -> Iterator[Finding]:
         if fit.fits:
             needed.append(fit.needed)
         elif fit.needed:
-            todo = "--epp-allow-unknown-megatron tries it all the same"
-            yield Finding("patch", PROBLEM, f"{fit.target}: {fit.what}", todo)
+            yield Finding("patch", PROBLEM, f"{fit.target}: {fit.what}", "--epp-allow-unknown-megatron tries it all the same")
         else:
             yield Finding("Megatron's code", WARNING, f"{fit.target}: {fit.what}", "compare losses with --epp-schedule stock")
     yield Finding("patches", OK, f"{sum(needed)} fit; {len(needed) - sum(needed)} functions are as tested")

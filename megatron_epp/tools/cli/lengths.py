@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_epp.data import sequence_lengths
-from megatron_epp.data.indexed_documents import document_tokens, sequences_of, stream_lengths
+from megatron_epp.data.indexed_documents import cut_documents, document_tokens, stream_lengths
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
@@ -103,10 +103,8 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         raise EppError(f"--lengths {source} is a folder: {todo}")
     if not path.is_file():
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
-        raise EppError(
-            f"--lengths {source}: there is no such file, and {brief(wrong)} is not a number of tokens, nor one of "
-            f"{', '.join(LIKE)}{nearest_number(wrong) or nearest(source, LIKE)}"
-        )
+        known = f"nor one of {', '.join(LIKE)}{nearest_number(wrong) or nearest(source, LIKE)}"
+        raise EppError(f"--lengths {source}: there is no such file, and {brief(wrong)} is not a number of tokens, {known}")
     if path.suffix == ".idx":
         return _index(path)
     if path.suffix == ".bin":
@@ -150,7 +148,7 @@ def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = ""
     tokens = np.asarray(lengths, dtype=np.int64) + 1
     if args.documents == "stream":
         return tuple(stream_lengths(tokens, args.context).tolist())
-    return tuple(sequences_of(tokens, args.context, args.documents).lengths.tolist())
+    return tuple(cut_documents(tokens, args.context, args.documents).lengths.tolist())
 
 
 def _is_count(text: str) -> bool:

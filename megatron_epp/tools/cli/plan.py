@@ -36,6 +36,10 @@ from megatron_epp.tools.report.gantt import memory_picture, save_picture
 from megatron_epp.tools.report.page.html import Shown, save_page
 from megatron_epp.tools.report.text import format_cap, format_us, table
 
+_LARGEST_DEVICE_BYTES = 141 << 30  # memory of the largest device of shipped clusters, an H200's
+_OTHER_SIZES = "\n`megatron-epp advise` tries sizes, layouts and contexts, and prints what fits."
+_LABEL_WIDTH = 20  # width in characters reserved next to a curve of memory
+
 
 def why(explanation: Explanation, width: int | None = 120) -> list[str]:
     """Lines on how the search came to a plan, of at most so many characters; None for any number."""
@@ -71,8 +75,7 @@ def _left(explanation: Explanation, took_us: float, bound_us: float) -> Iterator
 
 
 def _recompute(explanation: Explanation) -> Iterator[str]:
-    plan = explanation.plan
-    rows = []
+    plan, rows = explanation.plan, []
     for rank, peaks in enumerate(explanation.memory):
         stages = plan.stages_of(rank)
         passes = sum(plan.num_layers[stage] * len(plan.chunks) for stage in stages)
@@ -140,10 +143,6 @@ before a launch, what every rank of 8 GPUs of 80 GB holds, and a picture of it o
   megatron-epp plan --memory --lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 \\
     --stages 8 --memory-out memory.png
 """
-
-_LARGEST_DEVICE_BYTES = 141 << 30  # memory of the largest device of shipped clusters, an H200's
-_OTHER_SIZES = "\n`megatron-epp advise` tries sizes, layouts and contexts, and prints what fits."
-_LABEL_WIDTH = 20  # width in characters reserved next to a curve of memory
 
 
 def _add_plan(parser: Parser) -> None:

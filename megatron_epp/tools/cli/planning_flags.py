@@ -33,17 +33,8 @@ SHAPE_FLAGS = ("model", *_SHAPE, "loss_block_tokens")  # settings of the flags t
 OPTIMIZER_FLAGS = tuple(row.setting for row in OPTIMIZER)  # settings of the flags that `add_optimizer` adds
 FP8_FLAGS = tuple(row.setting for row in FP8)  # settings of the flags of casts to FP8
 _PARALLEL = ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
-_MODEL: dict[str, Any] = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "group_query_attention": True,
-    "num_query_groups": 8,
-    "vocab_size": 128256,
-    "swiglu": True,
-    "bf16": True,
-}
+_MODEL: dict[str, Any] = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "vocab_size": 128256}
+_MODEL |= {"num_attention_heads": 32, "group_query_attention": True, "num_query_groups": 8, "swiglu": True, "bf16": True}
 """Model used without --model: the shape of Llama 3 8B, so that planning needs no YAML."""
 
 
@@ -84,9 +75,8 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return Megatron's flags of the model and optimizer: from the file or an 8B model, with given flags taking precedence."""
     flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
     rows = [ROWS[setting] for setting in (*_SHAPE, *_PARALLEL, *FP8_FLAGS, "loss_block_tokens", "latents")]
-    values = {row.dest: getattr(args, row.short_dest, None) for row in rows if row.training}
-    values |= {row.dest: getattr(args, row.short_dest, None) or None for row in OPTIMIZER if row.is_switch}
-    values |= {row.dest: getattr(args, row.short_dest, None) for row in OPTIMIZER if not row.is_switch}
+    values = {row.dest: getattr(args, row.short_dest, None) for row in (*rows, *OPTIMIZER) if row.training}
+    values |= {row.dest: values[row.dest] or None for row in OPTIMIZER if row.is_switch}
     values |= {
         "group_query_attention": True if args.kv_heads else None,
         "swiglu": False if args.no_gated_mlp else None,
@@ -150,10 +140,7 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
 
 
 def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, longest: int | None = None) -> PipelineCosts:
-    """Return the costs of the pipeline that flags name; `longest` is of all batches.
-
-    Raises `EppError` if a file cannot be read, a flag does not fit the model, or the batch is more than can be planned.
-    """
+    """Return the costs of the pipeline that flags name; `longest` is of all batches. Raises `EppError`."""
     source, _ = costs_source(args, longest or max(lengths, default=0))
     if args.costs is None:
         assert isinstance(source, Profile)  # formulas make no other
@@ -169,10 +156,7 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], layout: Layout, l
 
 
 def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | PipelineCosts, int]:
-    """Return the source of costs, a file or formulas, and the number of layers; `longest` is for want of ``--context``.
-
-    Raises `EppError` if a file cannot be read, or a flag does not fit the model.
-    """
+    """Return costs of a file or formulas, and the number of layers; `longest` for want of ``--context``. Raises `EppError`."""
     flags = flags_of(args)
     if args.costs is None:
         with of_model(args):

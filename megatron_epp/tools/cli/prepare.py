@@ -109,15 +109,9 @@ def run(args: Namespace) -> int:
         encoder = encoder_from(args)
         with progress(f"preparing {', '.join(map(str, args.input))}"):  # loading Megatron's writer of .idx takes seconds, too
             chat = (args.train_on or [ASSISTANT], args.chat_template, args.chat_turns) if args.chat else None
-            summary = prepare(
-                args.input,
-                args.output_prefix,
-                encoder=encoder,
-                append_eod=args.append_eod,
-                suffixes=args.suffixes,
-                json_key=args.json_key,
-                chat=chat and chat_encoder(encoder, *chat),
-            )
+            how = {"append_eod": args.append_eod, "suffixes": args.suffixes, "json_key": args.json_key}
+            how["chat"] = chat and chat_encoder(encoder, *chat)
+            summary = prepare(args.input, args.output_prefix, encoder=encoder, **how)
     say(str(summary))
     return 0
 

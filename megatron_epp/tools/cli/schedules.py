@@ -29,11 +29,7 @@ def usual() -> list[str]:
 
 
 def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: Sequence[int]) -> Layout:
-    """Return the layout with which a planner can plan: the chosen one, or layers at the placement of its schedule.
-
-    These are balanced where the chosen ones are and layers can be moved, else even. Raises `EppError` if there are more stages
-    than layers, or the schedule needs another division of them.
-    """
+    """Return a planner's layout: the chosen one, or layers at its placement, balanced if the chosen are. Raises `EppError`."""
     entry, layout, placement = PLANNERS.entry(planner), chosen.layout, chosen.layout.placement
     if entry is None or entry.fixed is None:
         return layout

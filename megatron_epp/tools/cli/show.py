@@ -115,8 +115,7 @@ def _prove(paths: list[str]) -> int:
 def _tell_times(paths: list[str]) -> int:
     if len(paths) > 1:
         raise EppError(f"there are several plans ({', '.join(paths)}): simulate one")
-    timeline = simulate(_load_sound(paths[0]))
-    rows = []
+    timeline, rows = simulate(_load_sound(paths[0])), []
     for rank, (starts, ends) in enumerate(zip(timeline.start_us, timeline.end_us, strict=True)):
         first, last, busy = min(starts, default=0.0), max(ends, default=0.0), timeline.busy_us[rank]
         idle = f"{1 - busy / timeline.makespan_us:.1%}" if timeline.makespan_us else "0.0%"
@@ -138,9 +137,8 @@ def _write(path: str, shown: list[Shown], args: argparse.Namespace) -> None:
     elif suffix == ".txt":
         write_text(path, _text(first, args) + "\n")
     else:
-        raise EppError(
-            f"--output {path}: unknown suffix {suffix!r}; use {', '.join((terminal.PAGE, *terminal.PICTURES))}, .json or .txt"
-        )
+        known = ", ".join((terminal.PAGE, *terminal.PICTURES))
+        raise EppError(f"--output {path}: unknown suffix {suffix!r}; use {known}, .json or .txt")
 
 
 def _text(shown: Shown, args: argparse.Namespace) -> str:

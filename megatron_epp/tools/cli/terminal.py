@@ -85,15 +85,12 @@ class Parser(SuggestingParser):
         self.add_argument("-h", "--help", "--help-all", action="help", help="print this help")
         self.add_argument("--debug", action="store_true", help="print the traceback of an error too (default: do not)")
         self._action_groups.sort(key=lambda group: group is self._optionals)
-        self.usage = self.usage or self._usage()
-
-    def _usage(self) -> str:
         formatter, words = self._get_formatter(), ["%(prog)s", "[options]"]
         for action in sorted(self._actions, key=lambda argument: not argument.option_strings):
             if action.required or not action.option_strings:
                 value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
                 words += [*long_names(action)[:1], value]
-        return " ".join(words)
+        self.usage = self.usage or " ".join(words)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse as `parse_args` does; the subcommand's own parser reports unknown words and what it could not write."""
@@ -103,8 +100,7 @@ class Parser(SuggestingParser):
         if unknown:
             command.refuse(unknown)
         for action in command._actions:
-            path = getattr(args, action.dest, None)
-            look = unusable if action.type is output_folder else unwritable
+            path, look = getattr(args, action.dest, None), unusable if action.type is output_folder else unwritable
             if action.type in (output, output_folder, picture, picture_or_page) and path and (why := look(Path(path))):
                 command.error(f"argument {'/'.join(action.option_strings)}: {why}")
         return args

@@ -25,19 +25,15 @@ from megatron_epp.tools.formulas.model_shape import RECURRENT, Exchange, ModelSh
 from megatron_epp.tools.formulas.profile import ModelPart, Profile, mean_of, mlp_of
 
 MICROSECONDS = 1e6
-
 _MLPS = "-E"  # symbols of parts without a mixer, see `ModelShape.mixers`
-
 _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
 """Times of launching: of weight gradients as a share of a backward, of attention as a share of a dense layer, of a layer with
 experts as a multiple of a dense layer; by counts of dispatched operations, whose times are those of `H100_NODE`."""
 _HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1  # time of launching a head and an embedding as shares of a layer's. Assumed.
-
-
 _OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")
 _OF_SHAPE = (
     *("num_layers", "dense_layers", "predictions", "queries_per_key", "expanded_bytes_per_token", "expanded_heads"),
-    *("hidden_bytes_per_token", "exchange_bytes_per_token", "uncast_bytes_per_token"),
+    *("hidden_bytes_per_token", "exchange_bytes_per_token"),
 )
 """Fields of a profile that are properties of the shape under the same names."""
 
@@ -92,29 +88,28 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
         shards=shard_bytes(shape),
-        least_working_bytes_per_token=least_working_bytes_per_token(shape),
-        cast_bytes=_cast_bytes(shape),
         **of_shape,
+        **_of_casts(shape),
     )
 
 
-def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Profile:
-    """Return a measured profile for a model that may relay latents, or one by formula if nothing is measured.
+def _of_casts(shape: ModelShape) -> dict[str, Any]:
+    cast_bytes = 0.0 if shape.casts is None else shape.casts.weight_bytes
+    least = {"least_working_bytes_per_token": least_working_bytes_per_token(shape)}
+    return {"cast_bytes": cast_bytes, "uncast_bytes_per_token": shape.uncast_bytes_per_token} | least
 
-    Times stay, and the time of making keys and values of latents is added by formula. Bytes, also of casts to FP8, follow
-    formulas, as in any profile. Raises `EppError` if the profile is of a model with experts in other layers.
+
+def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Profile:
+    """Return a measured profile, or one by formula; latents that are relayed add times, and bytes follow formulas.
+
+    Raises `EppError` if the profile is of a model with experts in other layers.
     """
     if measured is None:
         return analytic_profile(shape, rates)
     if measured.dense_layers != shape.dense_layers:
         counts = len(measured.dense_layers), len(shape.dense_layers)
         raise EppError(f"the profile has {counts[0]} layers without experts, and the model {counts[1]}: measure it again")
-    measured = replace(
-        measured,
-        cast_bytes=_cast_bytes(shape),
-        uncast_bytes_per_token=shape.uncast_bytes_per_token,
-        least_working_bytes_per_token=least_working_bytes_per_token(shape),
-    )
+    measured = replace(measured, **_of_casts(shape))
     if not shape.relays_latents:
         return measured
     formula, made_us = analytic_profile(shape, rates), expansion_line(shape, rates).per_token_us
@@ -131,15 +126,8 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
     return replace(measured, **parts | of_latents)
 
 
-def _cast_bytes(shape: ModelShape) -> float:
-    return 0.0 if shape.casts is None else shape.casts.weight_bytes
-
-
 def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:
-    """Return the time of exchanging a token in one layer, forward or backward, in a group of 1, 2, 4, ... ranks.
-
-    Empty if the number of context-parallel ranks is 1 or no power of two.
-    """
+    """Return the time of exchanging a token in a layer in groups of 1, 2, 4, ... ranks; empty for 1, or no power of two."""
     ranks = shape.context_parallel
     if ranks == 1 or ranks & (ranks - 1):
         return ()
@@ -280,11 +268,7 @@ def _layer_launches(shape: ModelShape) -> float:
 
 
 def _head(shape: ModelShape, rates: Rates) -> ModelPart:
-    """Final norm, logits and loss; they keep the norm's two tensors and fp32 probabilities.
-
-    A loss by blocks keeps no probabilities, makes the logits again in backward, and never splits off its weight gradient, which
-    counts with the workspace.
-    """
+    """Final norm, logits and loss; by blocks logits are made again in backward, and weight gradients count as workspace."""
     logits, norm = 4.0 * shape.vocab_size / shape.ranks, 2 * shape.hidden_bytes_per_token
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
     moved = LinearTime(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
@@ -315,10 +299,7 @@ def _linear(parameters_per_token: float, rates: Rates) -> LinearTime:
 
 
 def exchange_line(exchanges: Iterable[Exchange], rates: Rates) -> LinearTime:
-    """Time of exchanging a token's bytes with the ranks that share a layer, one exchange after the other.
-
-    A dispatcher that sends one copy to a node spreads it there while the next ones arrive: the slower link counts.
-    """
+    """Time of exchanging a token's bytes, one exchange after the other; of a single copy to a node the slower link counts."""
     seconds = 0.0
     for exchange in exchanges:
         inside, abroad = exchange.split(rates.devices_per_node)
@@ -336,14 +317,12 @@ def expansion_line(shape: ModelShape, rates: Rates) -> LinearTime:
 
 
 def _mixing(shape: ModelShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
-    return _recurrence(shape, rates) if isinstance(shape, RecurrentShape) else _core_attention(shape, rates)
-
-
-def _recurrence(shape: RecurrentShape, rates: Rates) -> tuple[LinearTime, LinearTime]:
-    """Time of a recurrence, forward and backward: by assumption at attention's rates, with 2.5 times the products backward.
-
-    What its kernels write for each other is read once in the forward, and made again and read twice in the backward.
+    """Time of what mixes tokens, forward and backward: of a recurrence by assumption at attention's rates, with 2.5 times the
+    products backward. What its kernels write for each other is read once in the forward, and made again and read twice in the
+    backward.
     """
+    if not isinstance(shape, RecurrentShape):
+        return _core_attention(shape, rates)
     products_us = MICROSECONDS * 2 * (shape.net.rule_products / shape.ranks) / rates.attention_forward_flops
     moved_us = MICROSECONDS * (shape.net.rule_bytes(shape.bytes_per_value) / shape.ranks) / rates.memory_bytes
     return LinearTime(0.0, products_us + 2 * moved_us), LinearTime(0.0, 2.5 * products_us + 4 * moved_us)
@@ -366,7 +345,5 @@ def _core_attention(shape: ModelShape, rates: Rates) -> tuple[LinearTime, Linear
     forward_token_us = (speed.forward_pairs + in_windows) * forward_us
     backward_token_us = (speed.backward_pairs + in_windows) * backward_us + made_us
     of_all = 1 - shape.window_share
-    return (
-        LinearTime(0.0, forward_token_us, of_all * forward_us, per_read_us=made_us),
-        LinearTime(0.0, backward_token_us, of_all * backward_us, per_read_us=3 * made_us),
-    )
+    backward_line = LinearTime(0.0, backward_token_us, of_all * backward_us, per_read_us=3 * made_us)
+    return LinearTime(0.0, forward_token_us, of_all * forward_us, per_read_us=made_us), backward_line

@@ -64,9 +64,7 @@ def speed_of(kernel: str, channels: float) -> Speed:
     A causal sequence has half as many pairs as one without a mask, so half of the tokens h of its line are pairs of a token,
     and all of them without a mask.
     """
-    (forward, of_causal), (backward, of_all) = (
-        _between(kernel, channels, figures) for figures in (FORWARD_TFLOPS, BACKWARD_TFLOPS)
-    )
+    (forward, of_causal), (backward, of_all) = (_between(kernel, channels, each) for each in (FORWARD_TFLOPS, BACKWARD_TFLOPS))
     return Speed(forward, backward, of_causal / 2, of_all)
 
 

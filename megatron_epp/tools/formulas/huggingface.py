@@ -21,10 +21,7 @@ type Flags = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The values of a config, each under the first of several names that it has, and that is not null.
-
-    Readers return the default where there is none, and raise `EppError` for anything else than what they read.
-    """
+    """Values, each under the first of several names that it has; readers raise `EppError` for other kinds than they read."""
 
     body: Mapping[str, Any]
 
@@ -54,9 +51,8 @@ class Config:
         kinds: list[Any] = self._read(names, [], lambda value: _of_kind(list, value, "not a list of names"))
         count = self.get("num_hidden_layers")
         if kinds and count not in (None, len(kinds)):
-            raise EppError(
-                f"{' or '.join(names)} lists {len(kinds):,} layers, where num_hidden_layers says {brief_text(count)}"
-            )
+            has = f"lists {len(kinds):,} layers, where num_hidden_layers says {brief_text(count)}"
+            raise EppError(f"{' or '.join(names)} {has}")
         return [_of_kind(str, kind, "not the name of a layer") for kind in kinds]
 
     def _read[T](self, names: Sequence[str], default: T, read: Callable[[Any], T]) -> T:
@@ -78,18 +74,15 @@ type Part = Callable[[Config], Flags]
 
 
 def flags_of_config(body: Any) -> Flags:
-    """Convert the body of ``config.json`` to Megatron's flags, with underscores.
-
-    Raises `EppError` if the architecture is unknown, a size is missing or out of its range, or the config contradicts itself.
-    """
+    """Convert ``config.json`` to Megatron's flags. Raises `EppError` if it is of an unknown kind, or contradicts itself."""
     if not isinstance(body, dict):
         raise EppError(f"a Hugging Face config is an object, not {brief(body)}")
     kind = body.get("model_type")
     if "text_config" in body and kind not in ARCHITECTURES:
         raise EppError(f"{brief_text(kind)} is a model of several modalities; give the object under its text_config as a file")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise EppError(f"model_type is {brief(kind)}{nearest(str(kind), ARCHITECTURES)}; known are {known}")
+        near = nearest(str(kind), ARCHITECTURES)
+        raise EppError(f"model_type is {brief(kind)}{near}; known are {', '.join(ARCHITECTURES)}")
     flags: Flags = {}
     for part in ARCHITECTURES[kind]:
         flags |= part(Config(body))
@@ -97,18 +90,10 @@ def flags_of_config(body: Any) -> Flags:
 
 
 def trunk(config: Config) -> Flags:
-    flags = {
-        "hidden_size": config.size("hidden_size"),
-        "vocab_size": config.size("vocab_size"),
-        "normalization": "RMSNorm",
-        "norm_epsilon": config.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps", default=1e-6),
-        "init_method_std": config.number("initializer_range", default=0.02),
-        "hidden_dropout": 0.0,
-        "bf16": True,
-    }
-    if not config.switch("tie_word_embeddings"):
-        flags["untie_embeddings_and_output_weights"] = True
-    return flags
+    flags: Flags = {name: config.size(name) for name in ("hidden_size", "vocab_size")} | {"normalization": "RMSNorm"}
+    flags["norm_epsilon"] = config.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps", default=1e-6)
+    flags |= {"init_method_std": config.number("initializer_range", default=0.02), "hidden_dropout": 0.0, "bf16": True}
+    return flags if config.switch("tie_word_embeddings") else flags | {"untie_embeddings_and_output_weights": True}
 
 
 def count(config: Config) -> Flags:
@@ -122,16 +107,11 @@ def heads(config: Config) -> Flags:
         raise EppError(f"num_attention_heads {queries} cannot share num_key_value_heads {groups} evenly")
     if config.get("head_dim") is None and hidden % queries:
         raise EppError(f"hidden_size {hidden} is not a multiple of num_attention_heads {queries}, and there is no head_dim")
-    flags: Flags = {
-        "num_attention_heads": queries,
-        "kv_channels": config.size("head_dim", default=hidden // queries),
-        "attention_dropout": config.number("attention_dropout", default=0.0),
-    }
+    flags: Flags = {"num_attention_heads": queries, "kv_channels": config.size("head_dim", default=hidden // queries)}
+    flags["attention_dropout"] = config.number("attention_dropout", default=0.0)
     if groups != queries:
         flags |= {"group_query_attention": True, "num_query_groups": groups}
-    if config.switch("attention_bias"):
-        flags["add_qkv_bias"] = True
-    return flags
+    return flags | {"add_qkv_bias": True} if config.switch("attention_bias") else flags
 
 
 def rotation(config: Config) -> Flags:
@@ -152,34 +132,23 @@ def gated_mlp(config: Config) -> Flags:
     if act != "silu":
         raise EppError(f"hidden_act is {brief(act)}; only silu, of a gated MLP, is known")
     flags: Flags = {"swiglu": True, "ffn_hidden_size": config.size("intermediate_size")}
-    if not config.switch("mlp_bias"):
-        flags["disable_bias_linear"] = True
-    return flags
+    return flags if config.switch("mlp_bias") else flags | {"disable_bias_linear": True}
 
 
 def experts(config: Config) -> Flags:
-    number_of = config.size("num_experts", "num_local_experts", "n_routed_experts")
-    passed = config.size("num_experts_per_tok")
+    number_of, passed = config.size("num_experts", "num_local_experts", "n_routed_experts"), config.size("num_experts_per_tok")
     if passed > number_of:
         raise EppError(f"num_experts_per_tok {passed} is more than the {number_of} experts")
-    flags: Flags = {
-        "num_experts": number_of,
-        "moe_router_topk": passed,
-        "moe_ffn_hidden_size": config.size("moe_intermediate_size", "intermediate_size"),
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": config.number("router_aux_loss_coef", "aux_loss_alpha", default=0.0),
-        "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    return flags | _shared_expert(config) | _expert_layers(config)
-
-
-def _shared_expert(config: Config) -> Flags:
-    """Read the expert that all tokens pass, if any: as wide as several routed ones, or of a width of its own."""
+    flags: Flags = {"num_experts": number_of, "moe_router_topk": passed}
+    flags["moe_ffn_hidden_size"] = config.size("moe_intermediate_size", "intermediate_size")
+    balance = config.number("router_aux_loss_coef", "aux_loss_alpha", default=0.0)
+    flags |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": balance}
+    flags |= {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+    # The expert that all tokens pass is as wide as several routed ones, or of a width of its own.
     width = config.size("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=0, least=0)
     several = config.size("n_shared_experts", default=0, least=0)
     width = width or several * config.size("moe_intermediate_size", default=0)
-    return {"moe_shared_expert_intermediate_size": width} if width else {}
+    return flags | ({"moe_shared_expert_intermediate_size": width} if width else {}) | _expert_layers(config)
 
 
 def _expert_layers(config: Config) -> Flags:
@@ -203,33 +172,21 @@ def sigmoid_router(config: Config) -> Flags:
     number_of = config.size("n_routed_experts", "num_local_experts", "num_experts")
     if number_of % groups or chosen > groups:
         raise EppError(f"{number_of} experts in n_group {groups} groups, of which topk_group {chosen} count, do not add up")
-    flags: Flags = {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_aux_loss_coeff": config.number("aux_loss_alpha", default=1e-4),
-        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", default=1.0),
-    }
-    if groups > 1:
-        flags |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-    return flags
+    flags: Flags = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"}
+    balance, scale = config.number("aux_loss_alpha", default=1e-4), config.number("routed_scaling_factor", default=1.0)
+    flags |= {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": balance}
+    flags["moe_router_topk_scaling_factor"] = scale
+    return flags | ({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {})
 
 
 def latents(config: Config) -> Flags:
-    flags: Flags = {
-        "multi_latent_attention": True,
-        "num_attention_heads": config.size("num_attention_heads"),
-        "kv_lora_rank": config.size("kv_lora_rank"),
-        "qk_head_dim": config.size("qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": config.size("qk_rope_head_dim"),
-        "v_head_dim": config.size("v_head_dim"),
-        "qk_layernorm": True,
-        "attention_dropout": config.number("attention_dropout", default=0.0),
-    }
-    if config.get("q_lora_rank") is not None:
-        flags["q_lora_rank"] = config.size("q_lora_rank")
-    return flags | _yarn(config)
+    sizes = {"qk_head_dim": "qk_nope_head_dim", "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "v_head_dim"}
+    flags: Flags = {"multi_latent_attention": True}
+    flags |= {name: config.size(name) for name in ("num_attention_heads", "kv_lora_rank")}
+    flags |= {flag: config.size(name) for flag, name in sizes.items()} | {"qk_layernorm": True}
+    flags["attention_dropout"] = config.number("attention_dropout", default=0.0)
+    own = {} if config.get("q_lora_rank") is None else {"q_lora_rank": config.size("q_lora_rank")}
+    return flags | own | _yarn(config)
 
 
 def _yarn(config: Config) -> Flags:
@@ -237,12 +194,9 @@ def _yarn(config: Config) -> Flags:
     rope = config.section("rope_scaling", "rope_parameters")
     if rope.get("type", "rope_type") != "yarn":
         return {"rope_type": "rope"}
-    return {  # Megatron has no flags for the length before the extension and the two betas: they are 4096, 32 and 1
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope.number("factor", default=40.0),
-        "mscale": rope.number("mscale", default=1.0),
-        "mscale_all_dim": rope.number("mscale_all_dim", default=0.0),
-    }
+    # Megatron has no flags for the length before the extension and the two betas: they are 4096, 32 and 1.
+    scales = {name: rope.number(name, default=usual) for name, usual in (("mscale", 1.0), ("mscale_all_dim", 0.0))}
+    return {"rope_type": "yarn", "rotary_scaling_factor": rope.number("factor", default=40.0)} | scales
 
 
 def extra_prediction(config: Config) -> Flags:
@@ -299,25 +253,14 @@ def gated_delta(config: Config) -> Flags:
     kinds, layers = config.layers("layer_types"), config.size("num_hidden_layers")
     every = config.size("full_attention_interval", default=4)
     linear = [int(kind == "linear_attention") for kind in kinds] or [int((layer + 1) % every != 0) for layer in range(layers)]
-    return {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": runs(linear),
-        "linear_conv_kernel_dim": config.size("linear_conv_kernel_dim", default=4),
-        "linear_key_head_dim": config.size("linear_key_head_dim", default=128),
-        "linear_value_head_dim": config.size("linear_value_head_dim", default=128),
-        "linear_num_key_heads": config.size("linear_num_key_heads", default=16),
-        "linear_num_value_heads": config.size("linear_num_value_heads", default=32),
-        "attention_output_gate": True,
-    }
+    usual = {"conv_kernel_dim": 4, "key_head_dim": 128, "value_head_dim": 128, "num_key_heads": 16, "num_value_heads": 32}
+    flags: Flags = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": runs(linear)}
+    flags |= {name: config.size(name, default=size) for key, size in usual.items() if (name := f"linear_{key}")}
+    return flags | {"attention_output_gate": True}
 
 
-SYMBOLS = {
-    **dict.fromkeys(("mamba", "linear_attention"), "M"),
-    **dict.fromkeys(("attention", "full_attention"), "*"),
-    "mlp": "-",
-    "moe": "E",
-    **{symbol: symbol for symbol in "M*-E"},
-}
+SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+SYMBOLS |= {symbol: symbol for symbol in "M*-E"}
 """Symbols of a hybrid layer pattern by the config's names, of which two changed, and by those of its oldest pattern."""
 
 
@@ -327,18 +270,12 @@ def hybrid(config: Config) -> Flags:
         raise EppError("there is no hybrid_override_pattern or layers_block_type")
     if unknown := sorted(set(pattern) - set(SYMBOLS)):
         raise EppError(f"its layers have {brief(unknown[0])}; known are {', '.join(SYMBOLS)}")
-    flags: Flags = {
-        "hybrid_layer_pattern": "".join(SYMBOLS[kind] for kind in pattern),
-        "num_layers": len(pattern),
-        "mamba_state_dim": config.size("ssm_state_size", default=128),
-        "mamba_head_dim": config.size("mamba_head_dim", default=64),
-        "mamba_num_groups": config.size("n_groups", default=8),
-        "mamba_num_heads": config.size("mamba_num_heads", default=128),
-        "ffn_hidden_size": config.size("intermediate_size"),
-        "squared_relu": True,
-        "disable_bias_linear": True,
-        "position_embedding_type": "none",
-    }
+    flags: Flags = {"hybrid_layer_pattern": "".join(SYMBOLS[kind] for kind in pattern), "num_layers": len(pattern)}
+    sizes = {"mamba_state_dim": ("ssm_state_size", 128), "mamba_head_dim": ("mamba_head_dim", 64)}
+    sizes |= {"mamba_num_groups": ("n_groups", 8), "mamba_num_heads": ("mamba_num_heads", 128)}
+    flags |= {flag: config.size(name, default=usual) for flag, (name, usual) in sizes.items()}
+    flags["ffn_hidden_size"] = config.size("intermediate_size")
+    flags |= {"squared_relu": True, "disable_bias_linear": True, "position_embedding_type": "none"}
     if "E" in flags["hybrid_layer_pattern"]:
         flags |= experts(Config({"num_hidden_layers": len(pattern), **config.body})) | sigmoid_router(config)
         flags |= {"moe_latent_size": config.size("moe_latent_size")} if config.get("moe_latent_size") else {}

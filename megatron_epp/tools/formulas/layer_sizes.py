@@ -147,10 +147,7 @@ class StateSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
-    """Shape of a GPT and how one layer is spread over ranks, of layers with attention and experts if there are others too.
-
-    Raises `EppError` if tensor-parallel ranks cannot share the heads evenly, or all ranks those of a recurrence.
-    """
+    """Shape of a GPT and how a layer is spread over ranks. Raises `EppError` if these cannot share the heads evenly."""
 
     num_layers: int  # of the whole model
     hidden_size: int  # width of the residual stream
@@ -263,9 +260,7 @@ class LayerSizes:
 
     @property
     def cached_width(self) -> int:
-        """Width of what attention caches of a token, keys and values, over tensor-parallel ranks, of which several may hold the
-        same head where there are more of them; all hold the same latent.
-        """
+        """Width of what attention caches of a token over tensor-parallel ranks; several hold the same heads, all a latent."""
         if self.relays_latents:
             return (self.rotated_channels + (self.latent_rank or 0)) * self.tensor_parallel
         return (self.head_width + self.value_head_width) * self.kv_heads_per_tensor_rank * self.tensor_parallel
@@ -386,7 +381,7 @@ class LayerSizes:
     @property
     def largest_layer_weight(self) -> float:
         """Parameters of the largest weight matrix of a layer on one rank: into the MLP or an expert, or into attention."""
-        into_mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_mlp else 1)
+        into_mlp = self.hidden_size * self.ffn_hidden_size * (self._gates - 1)
         sharing = self.ranks_of_an_expert if self.num_experts else self.tensor_parallel
         return max(into_mlp / sharing, self.widest_projection / self.tensor_parallel)
 

@@ -1,8 +1,4 @@
-"""Models and clusters as YAML files, by path or by the name of one that ships with the package.
-
-A model file holds Megatron's own flags under ``megatron:``, or is the ``config.json`` of a Hugging Face model; a cluster file
-holds `Rates` and the memory of a device.
-"""
+"""Models, as Megatron's flags or ``config.json``, and clusters, as `Rates`, in YAML, by path or the name of a shipped file."""
 
 from __future__ import annotations
 
@@ -58,10 +54,7 @@ class Cluster:
 
 
 def load_flags(name: str) -> dict[str, Any]:
-    """Megatron's flags of a shipped model, a YAML file, a Hugging Face ``config.json``, or its folder, with underscores.
-
-    Raises `EppError` if there is no such file, or it does not describe a model.
-    """
+    """Megatron's flags of a shipped model, a YAML file, or a Hugging Face ``config.json`` or its folder. Raises `EppError`."""
     path = _path_of(name)
     if path.suffix == ".json":
         from megatron_epp.tools.formulas.huggingface import flags_of_config  # a training reads none
@@ -142,10 +135,7 @@ def _learnt(text: str) -> PipelineCosts:
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:
-    """Shape of the model that Megatron's flags describe, with Megatron's defaults; other flags are ignored.
-
-    Raises `EppError` if a flag that makes a shape is missing or is not a whole number.
-    """
+    """Shape of the model that Megatron's flags describe, with its defaults. Raises `EppError` for a wrong or missing flag."""
 
     def whole(name: str, default: int | None = None) -> int:
         return _whole(flags, name, default)
@@ -158,8 +148,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         remedies = Remedy("change", "expert_parallel"), Remedy("change", "num_experts")
         raise EppError(f"{expert_ranks} ranks cannot share {experts or 'no'} experts evenly", *remedies)
     of_an_expert = whole("expert_tensor_parallel_size", whole("tensor_model_parallel_size", 1))
-    if experts is not None and whole("moe_router_topk", 2) > whole("num_experts"):
-        passed = flags.get("moe_router_topk", 2)
+    if experts is not None and (passed := whole("moe_router_topk", 2)) > whole("num_experts"):
         raise EppError(f"a token cannot pass {passed} of {experts} experts", Remedy("lower", "experts_per_token"))
     gated, hidden, tensor = bool(flags.get("swiglu")), whole("hidden_size"), whole("tensor_model_parallel_size", 1)
     ffn = whole("ffn_hidden_size", int(8 * hidden / 3 / 64) * 64 if gated else 4 * hidden)
@@ -232,10 +221,7 @@ def _is_on(flags: dict[str, Any], name: str, switch: str) -> bool:
 
 
 def _router_bytes(flags: dict[str, Any], experts: int, chosen: int) -> float:
-    """Bytes that a router keeps of a token, scores in fp32 and positions in 8 bytes, and of the permutation of its copies.
-
-    A loss that balances experts has scores and choices of its own.
-    """
+    """Bytes of a token for scores in fp32, positions in 8 bytes and its copies' permutation, and for a balancing loss."""
     is_sigmoid = flags.get("moe_router_score_function") == "sigmoid"
     scored = 4 * experts + 4 * (chosen > 1) if is_sigmoid else 0
     num_bytes = 12 * chosen + scored
@@ -260,14 +246,10 @@ def _dispatcher(flags: dict[str, Any]) -> str:
 
 def _latent(flags: dict[str, Any]) -> dict[str, Any]:
     rotated = _whole(flags, "qk_pos_emb_head_dim", 64)
-    return {
-        "kv_channels": _whole(flags, "qk_head_dim", 128) + rotated,
-        "value_channels": _whole(flags, "v_head_dim", 128),
-        "latent_rank": _whole(flags, "kv_lora_rank", 32),
-        "query_rank": None if flags.get("q_lora_rank") is None else _whole(flags, "q_lora_rank"),
-        "rotated_channels": rotated,
-        "relays_latents": flags.get("epp_latents") == "on",
-    }
+    sizes = {"value_channels": _whole(flags, "v_head_dim", 128), "latent_rank": _whole(flags, "kv_lora_rank", 32)}
+    sizes |= {"kv_channels": _whole(flags, "qk_head_dim", 128) + rotated, "rotated_channels": rotated}
+    query_rank = None if flags.get("q_lora_rank") is None else _whole(flags, "q_lora_rank")
+    return sizes | {"query_rank": query_rank, "relays_latents": flags.get("epp_latents") == "on"}
 
 
 def _windows(flags: dict[str, Any]) -> dict[str, Any]:
@@ -295,16 +277,12 @@ def mixers_of(flags: Mapping[str, Any]) -> str:
 
 
 def delta_net(flags: Mapping[str, Any]) -> DeltaNet:
-    net = DeltaNet(
-        key_heads=_whole(flags, "linear_num_key_heads", 16),
-        key_channels=_whole(flags, "linear_key_head_dim", 128),
-        value_heads=_whole(flags, "linear_num_value_heads", 32),
-        value_channels=_whole(flags, "linear_value_head_dim", 128),
-        filter_width=_whole(flags, "linear_conv_kernel_dim", 4),
-    )
+    sizes = {"key_heads": ("num_key_heads", 16), "key_channels": ("key_head_dim", 128), "value_heads": ("num_value_heads", 32)}
+    sizes |= {"value_channels": ("value_head_dim", 128), "filter_width": ("conv_kernel_dim", 4)}
+    net = DeltaNet(**{name: _whole(flags, f"linear_{flag}", usual) for name, (flag, usual) in sizes.items()})
     if net.value_heads % net.key_heads:
-        sizes = f"linear_num_value_heads {net.value_heads} and linear_num_key_heads {net.key_heads}"
-        raise EppError(f"{sizes}: heads of values cannot share key heads evenly")
+        has = f"linear_num_value_heads {net.value_heads} and linear_num_key_heads {net.key_heads}"
+        raise EppError(f"{has}: heads of values cannot share key heads evenly")
     return net
 
 
@@ -373,17 +351,14 @@ def balanced_layers(
     *,
     shards_vocabulary: bool = False,
 ) -> tuple[int, ...]:
-    """Layers of each stage that level the ranks' times: with a large vocabulary fewer layers on the last stage, or its rank.
+    """Layers of each stage that level the ranks' times: with a large vocabulary fewer on the last stage, or its rank.
 
-    Longer sequences make a layer take longer, and the vocabulary's work stays. Without lengths attention takes no time, without
-    `rank_of` every rank has one stage. Raises `EppError` if there are more stages than layers.
+    Without lengths attention takes no time, without `rank_of` every rank has one stage. Raises `EppError` for too many stages.
     """
     even_layers(num_layers, num_stages)
     pairs = pairs_per_token(lengths)
-    layer, embedding, head = (
-        both.per_token_us + both.per_pair_us * pairs
-        for both in (part.forward + part.backward for part in (profile.mean_layer, profile.embedding, profile.head))
-    )
+    both = (part.forward + part.backward for part in (profile.mean_layer, profile.embedding, profile.head))
+    layer, embedding, head = (line.per_token_us + line.per_pair_us * pairs for line in both)
     extra = [0.0] * num_stages
     extra[0] += embedding
     extra[-1] += 0.0 if shards_vocabulary else head

@@ -8,6 +8,8 @@ from typing import NamedTuple, Self
 from megatron_epp.plan.flags import ALLTOALL
 from megatron_epp.tools.formulas.layer_sizes import DeltaNet, LayerSizes, StateSpace
 
+RECURRENT = {"G": "delta", "M": "mamba"}  # fields with the sizes of recurrences, by the symbols of `ModelShape.mixers`
+
 
 class Exchange(NamedTuple):
     """Exchange of a rank with a group of ranks, per token of a chunk, in a layer's forward and again in its backward."""
@@ -73,10 +75,7 @@ class ModelShape(LayerSizes):
 
     @property
     def _attention_rest_bytes_per_token(self) -> float:
-        """Bytes that attention keeps besides `_attended_width` and latents: what its norms read, statistics, angles, a gate.
-
-        A norm of residual width counts with the layer. Keys of one head may be on several ranks.
-        """
+        """Bytes that attention keeps besides: what norms read, statistics, angles, a gate; ranks may share keys."""
         values, statistics = 0, 0
         key_heads = self.kv_heads_per_tensor_rank * self.tensor_parallel
         if self.qk_norm and self.latent_rank is not None:
@@ -149,10 +148,7 @@ class ModelShape(LayerSizes):
 
     @property
     def layer_bytes_per_token(self) -> float:
-        """Bytes kept by a layer: four tensors of residual width (both norms), attention's and the MLP's, no masks of dropout.
-
-        Compared on CPU, tensor by tensor, with what a layer of Megatron keeps, kernels of a GPU in the place of torch's norms.
-        """
+        """Bytes kept by a layer, without masks of dropout: norms', attention's, the MLP's; compared with Megatron's on CPU."""
         num_bytes = 2 * self._normed_bytes_per_token + self.mixer_bytes_per_token + self.mlp_bytes_per_token
         return num_bytes - self.saved_bytes_per_token
 
@@ -198,9 +194,7 @@ class ModelShape(LayerSizes):
 
     @property
     def moved_bytes_per_token(self) -> float:
-        """Bytes of `layer_bytes_per_token` that memory moves, without the few statistics of norms of residual width, and of the
-        outputs of experts, which nothing keeps. A cast, by rows and columns, has as many as its tensor.
-        """
+        """Bytes of `layer_bytes_per_token` that memory moves: uncast, with experts' outputs, without statistics of norms."""
         uncast = self.layer_bytes_per_token + self.saved_bytes_per_token
         return uncast + self.routed_bytes_per_token / 2 - 2 * self._statistics_bytes_per_token
 
@@ -223,20 +217,13 @@ class ModelShape(LayerSizes):
 
     @property
     def attention_exchanges(self) -> tuple[Exchange, ...]:
-        """Exchanges of attention and its projections.
-
-        Tensor-parallel ranks, neighbours, reduce the residual stream. Context-parallel ones send queries, keys, values and the
-        output to the ranks of their heads.
-        """
+        """Exchanges of attention: of tensor-parallel neighbours' residual stream, and over context-parallel ranks by heads."""
         heads = (1 - 1 / self.context_parallel) * (self._attended_width * self.bytes_per_value / self.ranks)
         return self._reduced, Exchange(heads, self.context_parallel, self.tensor_parallel)
 
     @property
     def mlp_exchanges(self) -> tuple[Exchange, ...]:
-        """Exchanges of the MLP, which reduces the residual stream as the expert of all tokens does, or of the experts.
-
-        A token's copies go to their experts' ranks and back; where several share an expert, each gathers the copies of all.
-        """
+        """Exchanges of the MLP's residual stream, or of experts' copies, which several ranks of an expert gather."""
         if self.num_experts is None:
             return (self._reduced,)
         sharing, copies, limit = self.ranks_of_an_expert, self._copied_bytes_per_token, (self.expert_groups, self.chosen_groups)
@@ -271,9 +258,6 @@ class ModelShape(LayerSizes):
     def neighbours(self) -> int:
         """Number of neighbouring devices among which a layer is shared, also experts over ranks of several replicas."""
         return max(self.ranks, self.expert_parallel * self.ranks_of_an_expert if self.num_experts else 1)
-
-
-RECURRENT = {"G": "delta", "M": "mamba"}  # fields with the sizes of recurrences, by the symbols of `ModelShape.mixers`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,10 +59,7 @@ def prior(
     vocabulary_shares: tuple[float, ...] = (),
     has_static: bool = False,
 ) -> tuple[PipelineCosts, LinearTime]:
-    """Return the costs of a run's pipeline, and the time of the output layer's weight gradient.
-
-    `trained` has the share of each stage's parameters that trains; None if no backward of it computes gradients.
-    """
+    """Return costs of a run's pipeline, and of the output layer's weight gradient, by the share of each stage that trains."""
     profile, replicas = _profile(facts, file), facts.flags["data_parallel_size"]
 
     def of(share: float) -> PipelineCosts:

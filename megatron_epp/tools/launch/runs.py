@@ -21,8 +21,8 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.reading import naming_file, parse_json, read_text
 from megatron_epp.tools.formulas.library import load_flags
-from megatron_epp.tools.launch.command import OURS
 
+OURS = "megatron_epp.mcore.pretrain_gpt"
 ITERATION = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 """Pattern of Megatron's line in a log for an iteration: its number, and its time in milliseconds."""
 _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)
@@ -36,6 +36,8 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # d
 type Start = Callable[[int, Sequence[str], Mapping[str, str], Path, float], int | None]
 """Runs so many ranks with a module and its flags after ``-m``, more environment variables, a log that their output is appended
 to, and a limit in seconds. Returns the exit code; None if they were ended at the limit."""
+AS_MEGATRON = {"epp_layout": "even", "epp_vocab_parallel": "off", "epp_split_weight_gradient": "off"}
+"""Flags with which nothing of a layout is chosen, so that runs begin with equal weights on equal stages."""
 
 
 class TrainingError(EppError):
@@ -65,10 +67,6 @@ class RecordedRun:
         return [max(column) for column in zip(*(line["peak_activation_bytes"] for line in self.lines), strict=True)]
 
 
-AS_MEGATRON = {"epp_layout": "even", "epp_vocab_parallel": "off", "epp_split_weight_gradient": "off"}
-"""Flags with which nothing of a layout is chosen, so that runs begin with equal weights on equal stages."""
-
-
 def tiny_gpt(**changes: Any) -> dict[str, Any]:
     """Megatron's flags of the shipped model ``tiny-gpt`` with changes; on a GPU in bf16 over NCCL."""
     here = {"bf16": True, "distributed_backend": "nccl"} if count_gpus() else {"distributed_backend": "gloo"}
@@ -88,11 +86,7 @@ def train(
     environment: Mapping[str, str] = MappingProxyType({}),
     start: Start | None = None,
 ) -> RecordedRun:
-    """Train on this machine, and read the figures; those of an earlier run in the folder are removed.
-
-    More processes than there are GPUs share them, which NCCL can from 2.30 on. Raises `TrainingError` if the run failed, or
-    takes longer than `timeout_s`.
-    """
+    """Train on this machine, and read the figures. Raises `TrainingError` if the run failed, or exceeds `timeout_s`."""
     words = ["-m", program, *flag_words(settings | {"epp": True, "epp_report_dir": folder})]
     line = f"{num_ranks} ranks: {' '.join(words)}"
     return _recorded(folder, line, timeout_s, lambda log: (start or torchrun)(num_ranks, words, environment, log, timeout_s))
@@ -115,18 +109,12 @@ def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: 
 
 
 def launched(folder: Path, command: Sequence[str]) -> RecordedRun:
-    """Run a command that trains and writes figures to a folder (`--epp-report-dir`), and read them, not those of earlier runs.
-
-    Raises `TrainingError` if it cannot be started, failed, or takes longer than an hour.
-    """
+    """Run a command that writes figures to a folder (`--epp-report-dir`), and read them. Raises `TrainingError`."""
     return _recorded(folder, shlex.join(command), _LIMIT_S, lambda log: _exit_code(list(command), log, _LIMIT_S, {}))
 
 
 def _recorded(folder: Path, line: str, timeout_s: float, run: Callable[[Path], int | None]) -> RecordedRun:
-    """Run what appends to a log that begins with a line, and read the figures that it has written to the folder.
-
-    `run` returns its exit code; None if it was ended at its limit.
-    """
+    """Run what appends to a log, and read the figures that it writes; `run` returns the exit code, None at its limit."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _FIGURES).unlink(missing_ok=True)
     log = folder / "train.log"
@@ -146,10 +134,7 @@ def _recorded(folder: Path, line: str, timeout_s: float, run: Callable[[Path], i
 
 
 def _exit_code(command: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
-    """Run a command that appends to a log and return its exit code; None if it takes longer than the limit.
-
-    Raises `TrainingError` if it cannot be started.
-    """
+    """Run a command that appends to a log; None if it takes longer than the limit. Raises `TrainingError` if none starts."""
     with open(log, "a", encoding="utf-8") as output:
         try:
             variables = {**_ENVIRONMENT, **os.environ, **environment}

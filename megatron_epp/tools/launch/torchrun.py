@@ -1,11 +1,8 @@
 """torchrun that ends with the reason if one of its processes fails: its refusal, or the file with its output.
 
 Temporary files are in a folder that it removes at its end, and segments of GPU memory expand unless the environment says
-otherwise. `python -m megatron_epp.tools.launch.torchrun` takes what torchrun takes.
-
-With `LOG_VARIABLE` all output goes to a file, and its short form to the terminal: Megatron prints about a thousand lines before
-the first iteration. This package's lines are passed on, lines about iterations and checkpoints, warnings and errors; on a
-failure the end of the file.
+otherwise. With `LOG_VARIABLE` all output goes to a file, and of Megatron's thousand lines before the first iteration only this
+package's, warnings and errors to the terminal, with iterations and checkpoints; on a failure the end of the file.
 """
 
 from __future__ import annotations
@@ -40,6 +37,7 @@ _HIDDEN = re.compile(
     rb"|GPTModel IS DEPRECATED|^INFO:megatron\.|patched megatron|  File \""
 )
 """Pattern of lines among these that say nothing to a user: warnings of imports, and what Megatron tells its developers."""
+INTERRUPTED = 130  # exit code of a run that Ctrl-C ended, as shells have it
 
 
 def is_shown(line: bytes) -> bool:
@@ -103,9 +101,6 @@ def divided(path: str | None) -> Iterator[ShortLog | None]:
         reader.join(_WAIT_S)
 
 
-INTERRUPTED = 130  # exit code of a run that Ctrl-C ended, as shells have it
-
-
 def main() -> None:
     """Run torchrun; exit with the code of a refusal, 1, or `INTERRUPTED` for SIGINT, also before torchrun listens."""
     with contextlib.ExitStack() as stack:
@@ -127,8 +122,7 @@ def _run(arguments: list[str]) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    path = os.environ.pop(LOG_VARIABLE, None)
-    log = None
+    path, log = os.environ.pop(LOG_VARIABLE, None), None
     try:
         with divided(path) as log:
             torchrun(arguments)

@@ -54,15 +54,10 @@ def settle(
     layouts: Sequence[Layout] = (),
     logits: WholeLogits | None = None,
 ) -> Settled:
-    """Choose the layout for a sample of batches, then whether weight gradients are split off with it, then about the loss.
+    """Choose the layout for a sample, then about split weight gradients (if open), then about the loss.
 
-    Raises `InfeasibleError` if no layout fits the caps, and `EppError` if there are more ranks than layers.
-
-    Args:
-        tensor_ranks: that share every layer.
-        opens_weights: weight gradients may be split; otherwise the sample's options say whether they are.
-        layouts: the only ones to choose from, the first being that over which gains are computed; none for a search.
-        logits: of whole chunks at once, which may be chosen.
+    Raises `InfeasibleError` if no layout fits the caps, and `EppError` for more ranks than layers. `layouts` are the only ones
+    to choose from, the first that over which gains are; `logits` those of whole chunks at once.
     """
     choice = layout_choice.fastest(layouts, sample) if layouts else layout_choice.choose(sample)
     opens_weights = opens_weights and sample.num_ranks > 1

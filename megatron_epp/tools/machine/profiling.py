@@ -47,10 +47,9 @@ class Grid:
 
 
 def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
-    """Measure the parts of a model, by its type of values, at the sizes of a grid; `note` is called with the kind of each.
+    """Measure the parts of a model at the sizes of a grid; `note` is called with the kind of each. Returns points by kind.
 
-    Returns points by kind: ``linear``, ``attention``, ``loss`` and ``embedding``, each ``forward`` and ``backward``, and
-    ``linear`` and ``loss`` also ``weight``; ``host copy`` with bytes for tokens.
+    Kinds are ``linear``, ``attention``, ``loss`` and ``embedding``, each ``forward`` and so on, and ``host copy``.
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32, max(grid.tokens))
     times_us: dict[str, dict[tuple[float, float], list[float]]] = {}
@@ -66,9 +65,8 @@ def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[
                 for name, point in measurer(*arguments):
                     rounds = times_us.setdefault(f"{kind} {name}", {}).setdefault((point.tokens, point.pairs), [])
                     rounds.append(point.time_us)
-    points = {
-        kind: [Point(*where, statistics.median(rounds)) for where, rounds in some.items()] for kind, some in times_us.items()
-    }
+    kinds = times_us.items()
+    points = {kind: [Point(*at, statistics.median(rounds)) for at, rounds in some.items()] for kind, some in kinds}
     note("host copy")
     return points | {"host copy": time_host_copies(device, grid.copy_bytes)}
 
@@ -167,8 +165,7 @@ class _Bench:
         pairs = causal_pairs(prefix, prefix + tokens)
         q = self._random(tokens, self.heads, self.channels)
         k, v = (self._random(prefix + tokens, self.kv_heads, self.channels) for _ in range(2))
-        scale = self.channels**-0.5
-        kernel = kernels.choose(q, k, v)
+        scale, kernel = self.channels**-0.5, kernels.choose(q, k, v)
         yield "forward", Point(tokens, pairs, self.timer.median_us(lambda: kernel.forward(q, k, v, table, scale)))
         out, saved = kernel.forward(q, k, v, table, scale)
         backward_us = self.timer.median_us(lambda: kernel.backward(q, q, k, v, out, saved, table, scale))

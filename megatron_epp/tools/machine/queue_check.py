@@ -74,10 +74,9 @@ def queue_plans(num_ranks: int) -> dict[str, Plan]:
 def check_queues(
     plans: Mapping[str, Plan], width: int, gpus: bool, limit_s: float, pipelines: int = 1, run: Callable[..., Any] | None = None
 ) -> list[QueueRun]:
-    """Run plans on ranks of this machine, on GPUs over NCCL or over gloo; messages have `width` fp32 values of a token.
+    """Run plans, `pipelines` side by side, on GPUs or over gloo, in messages of `width` fp32 values of a token.
 
-    `pipelines` run side by side, whose consecutive ranks share stages. Raises `EppError` if a rank failed, or an action made no
-    progress for `limit_s`; the message says what it waits for.
+    Raises `EppError` if a rank failed, or an action made no progress for `limit_s`, with what it waits for.
     """
     ranks, backend = next(iter(plans.values())).num_ranks * pipelines, "nccl" if gpus else "gloo"
     with tempfile.TemporaryDirectory() as folder:

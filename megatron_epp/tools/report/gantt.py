@@ -7,7 +7,7 @@ matplotlib is imported only when a picture is drawn (``pip install "megatron-epp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,8 +51,6 @@ _VARYING = (
     *("#E69F00", "#D55E00", "#DDEE77", "#556666", "#CC79A7", "#224477"),
 )
 """Colours of `MemoryBreakdown.order`. They and the static ones differ as Okabe and Ito's do, which are among them."""
-_OTHER = "#000000"
-"""Colour of items beyond these."""
 
 
 class _Row(NamedTuple):
@@ -63,11 +61,7 @@ class _Row(NamedTuple):
 
 
 def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
-    """Draw the plan on top, the run below when given, then planned live bytes per rank.
-
-    All are on one time axis, unless the run took more than twice as long as planned, or less than half. Raises `EppError` if
-    matplotlib is not installed, and `PlanError` if the order deadlocks, or the measurement is of another plan.
-    """
+    """Draw the plan, the run and planned live bytes, on one time axis if near. Raises `EppError` without matplotlib."""
     timeline = simulate(plan)
     own_axes = measured is not None and far_from(plan, measured)
     planned = f"planned: {_figures(timeline)}{calibration(plan)}"
@@ -140,7 +134,7 @@ def _figure_of(
             axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
             axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
     figure.suptitle(title, fontsize=11, parse_math=False)
-    draw_legend(figure, [row.plan for row in rows])
+    _draw_legend(figure, [row.plan for row in rows])
     return figure, axes
 
 
@@ -171,8 +165,7 @@ def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -
 
 def _draw_memory(axis: Axes, timeline: Timeline) -> None:
     plan, peak, ranks, lines = timeline.plan, max(timeline.peak_bytes), timeline.plan.num_ranks, []
-    size, unit = byte_unit(peak)
-    few = ranks <= len(_RANK_COLOURS)
+    (size, unit), few = byte_unit(peak), ranks <= len(_RANK_COLOURS)
     named = range(ranks) if few else (0, ranks // 2, ranks - 1)
     for rank in range(ranks):
         # Of several changes at one instant (to the nanosecond), releases come first: the last value is valid.
@@ -201,9 +194,8 @@ def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) 
         shades = [tint(operation(box.action.op).colour, strengths[box.action.chunk]) for box in compute]
         _bars(axis, compute, shades, (top, lane), f"rank {rank} {COMPUTE}", edge)
         again_us = [recompute.get(box.action, 0.0) * (box.end_us - box.start_us) for box in compute]
-        fronts = [
-            box._replace(end_us=box.start_us + time_us) for box, time_us in zip(compute, again_us, strict=True) if time_us
-        ]
+        repeats = [(box, time_us) for box, time_us in zip(compute, again_us, strict=True) if time_us]
+        fronts = [box._replace(end_us=box.start_us + time_us) for box, time_us in repeats]
         _bars(axis, fronts, [operation(Op.R).colour] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
         for box, shade, time_us in zip(compute, shades, again_us, strict=True):
             free = box._replace(start_us=box.start_us + time_us)
@@ -230,8 +222,9 @@ def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_
     width_points = (box.end_us - box.start_us) * pixels_per_us * 72 / DPI
     size = next((size for size in _TEXT_POINTS if width_points >= 0.68 * size * len(label)), None)
     if size is not None:
-        middle_ms = (box.start_us + box.end_us) / 2e3
-        axis.text(middle_ms, y, label, ha="center", va="center", fontsize=size, color=text_colour(colour), clip_on=True)
+        middle_ms, (red, green, blue) = (box.start_us + box.end_us) / 2e3, channels_of(colour)
+        contrast = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
+        axis.text(middle_ms, y, label, ha="center", va="center", fontsize=size, color=contrast, clip_on=True)
 
 
 def label_time(axis: Axes, longest_us: float) -> None:
@@ -241,8 +234,7 @@ def label_time(axis: Axes, longest_us: float) -> None:
     axis.set_xlabel(f"{'s' if in_seconds else 'ms'} since the start of the iteration")
 
 
-def draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
-    """Draw the legend below a picture of lanes: the operations of the plans, in the colours of their boxes."""
+def _draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
     present = {a.op for plan in plans for _, table in plan.tables for row in table for step in row for a in step.actions}
     kinds = sorted({strength for plan in plans for strength in strengths_of(plan)}, reverse=True)
     entries = []
@@ -270,22 +262,18 @@ def strengths_of(plan: Plan) -> list[float]:
 
 def tint(colour: str, strength: float) -> str:
     """Mix ``#RRGGBB`` with white: strength 1 is the colour itself, 0 is white."""
-    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - strength * (255 - value)):02X}" for value in channels)
+    return "#" + "".join(f"{round(255 - strength * (255 - value)):02X}" for value in channels_of(colour))
 
 
-def text_colour(background: str) -> str:
-    """Return black or white, whichever has more contrast with ``#RRGGBB``."""
-    red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
+def channels_of(colour: str) -> bytes:
+    return bytes.fromhex(colour[1:])
 
 
 def item_colours(breakdown: MemoryBreakdown) -> dict[str, str]:
     """Colours ``#RRGGBB`` of all items that any rank ever has, from the bottom of a picture to its top."""
-    names = breakdown.items
-    static = [name for name in names if name in breakdown.static[0]]
+    static = [name for name in breakdown.items if name in breakdown.static[0]]
     colours = dict(zip(static, _STATIC, strict=False)) | dict(zip(breakdown.order, _VARYING, strict=False))
-    return {name: colours.get(name, _OTHER) for name in names}
+    return {name: colours.get(name, "#000000") for name in breakdown.items}  # black: items beyond these
 
 
 def memory_picture(breakdown: MemoryBreakdown) -> Figure:
@@ -295,8 +283,13 @@ def memory_picture(breakdown: MemoryBreakdown) -> Figure:
     figure, axes = new_figure(inches, _MEMORY_DPI, plan.num_ranks, sharex=True, sharey=True)
     colours, peak = item_colours(breakdown), max(timeline.peak_bytes)
     size, unit = byte_unit(peak)
-    for rank, axis in enumerate(axes):
-        _draw_items(axis, breakdown, rank, colours, size)
+    labels = [f"_{name}" for name in colours]
+    for rank, axis in enumerate(axes):  # areas, the first at the bottom
+        moments = {round(moment.time_us, 3): moment.items for moment in breakdown.moments(rank)}
+        times_ms = [*(time_us / 1e3 for time_us in moments), timeline.makespan_us / 1e3]
+        items = [*moments.values(), *[*moments.values()][-1:]]
+        heights = [[entry.get(name, 0) / size for entry in items] for name in colours]
+        axis.stackplot(times_ms, heights, labels=labels, colors=[*colours.values()], step="post", linewidth=0)
         axis.set_ylabel(f"rank {rank}\n{unit}", fontsize=9)
     note = draw_caps(axes, plan.cap_bytes, peak, size)
     axes[0].set_xlim(0.0, timeline.makespan_us / 1e3 or 1.0)
@@ -304,13 +297,3 @@ def memory_picture(breakdown: MemoryBreakdown) -> Figure:
     axes[0].set_title(f"planned memory of {len(plan.lengths):,} sequences in {len(plan.chunks)} chunks ({note})", loc="left")
     draw_entries(figure, [(colour, name) for name, colour in colours.items()], min(4, len(colours)))
     return figure
-
-
-def _draw_items(axis: Axes, breakdown: MemoryBreakdown, rank: int, colours: Mapping[str, str], size: int) -> None:
-    """Draw the items of a rank as areas, the first at the bottom; `colours` is by item, and the unit is `size` bytes."""
-    moments = {round(moment.time_us, 3): moment.items for moment in breakdown.moments(rank)}
-    times_ms = [*(time_us / 1e3 for time_us in moments), breakdown.timeline.makespan_us / 1e3]
-    items = [*moments.values()]
-    heights = [[entry.get(name, 0) / size for entry in (*items, items[-1])] for name in colours]
-    labels = [f"_{name}" for name in colours]
-    axis.stackplot(times_ms, heights, labels=labels, colors=[*colours.values()], step="post", linewidth=0)

@@ -48,11 +48,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[i
     """Lines of a table, columns two spaces apart; those in `left` align left, the others hold numbers and align right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = []
-    for row in cells:
-        padded = [cell.ljust(w) if c in left else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(padded).rstrip())
-    return lines
+    form = "  ".join(f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths))
+    return [form.format(*row).rstrip() for row in cells]
 
 
 def batch_text(plan: Plan) -> str:
@@ -253,7 +250,11 @@ def curves(breakdown: MemoryBreakdown, width: int) -> list[str]:
     top, what = (cap, "the cap") if cap < 3 * peak else (peak, "the highest peak")
     lines = [f"live bytes over {format_us(timeline.makespan_us)}; full height: {what}, {format_bytes(top)}"]
     for rank in range(plan.num_ranks):
-        most = _most_per_column(timeline.live_bytes(rank), timeline.makespan_us, width)
+        most, live = [0] * width, timeline.live_bytes(rank)
+        for (start_us, num_bytes), (end_us, _) in pairwise([*live, (timeline.makespan_us, 0)]):
+            ends_us, whole_us = (start_us, end_us), timeline.makespan_us or 1.0
+            first, last = (min(width - 1, int(time_us / whole_us * width)) for time_us in ends_us)
+            most[first : last + 1] = [max(before, num_bytes) for before in most[first : last + 1]]
         marks = "".join(_BARS[min(len(_BARS) - 1, int(num_bytes / top * len(_BARS)))] for num_bytes in most)
         lines.append(f"rank {rank:<2} {marks} {format_bytes(timeline.peak_bytes[rank])}")
     return lines
@@ -261,34 +262,16 @@ def curves(breakdown: MemoryBreakdown, width: int) -> list[str]:
 
 def memory_figures(breakdown: MemoryBreakdown) -> list[dict[str, Any]]:
     plan, hosts = breakdown.timeline.plan, host_peak_bytes(breakdown.timeline.plan, breakdown.timeline)
-    return [
-        {
-            "rank": rank,
-            "stages": plan.stages_of(rank),
-            "static": {name: size for name, size in breakdown.static[rank].items() if size},
-            "static_bytes": plan.static_bytes[rank],
-            "peak": peak.items,
-            "peak_bytes": peak.num_bytes,
-            "peak_us": peak.time_us,
-            "peak_action": None if peak.step is None else str(peak.step.action),
-            "alive": [list(pair) for pair in breakdown.alive(rank, peak)],
-            "cap_bytes": plan.cap_bytes[rank],
-            "headroom_bytes": plan.cap_bytes[rank] - peak.num_bytes,
-            "host_peak_bytes": hosts[rank],
-            "live_bytes": breakdown.timeline.live_bytes(rank),
-        }
-        for rank, peak in enumerate(map(breakdown.peak, range(plan.num_ranks)))
-    ]
-
-
-def _most_per_column(live: list[tuple[float, int]], makespan_us: float, width: int) -> list[int]:
-    most = [0] * width
-    ends = [*live[1:], (makespan_us, 0)]
-    for (start_us, num_bytes), (end_us, _) in zip(live, ends, strict=True):
-        first, last = (min(width - 1, int(time_us / (makespan_us or 1.0) * width)) for time_us in (start_us, end_us))
-        for column in range(first, last + 1):
-            most[column] = max(most[column], num_bytes)
-    return most
+    rows: list[dict[str, Any]] = []
+    for rank, peak in enumerate(map(breakdown.peak, range(plan.num_ranks))):
+        static, cap = {name: size for name, size in breakdown.static[rank].items() if size}, plan.cap_bytes[rank]
+        row = {"rank": rank, "stages": plan.stages_of(rank), "static": static, "static_bytes": plan.static_bytes[rank]}
+        row |= {"peak": peak.items, "peak_bytes": peak.num_bytes, "peak_us": peak.time_us}
+        row |= {"peak_action": None if peak.step is None else str(peak.step.action)}
+        row |= {"alive": [list(pair) for pair in breakdown.alive(rank, peak)]}
+        row |= {"cap_bytes": cap, "headroom_bytes": cap - peak.num_bytes, "host_peak_bytes": hosts[rank]}
+        rows.append(row | {"live_bytes": breakdown.timeline.live_bytes(rank)})
+    return rows
 
 
 def _numbers(chunks: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -56,6 +57,17 @@ class Ranks:
         return [pipe.recv() for pipe in self._pipes]
 
 
+def ranks_fixture(size):
+    """A fixture of the ranks of a job that live as long as a file's tests run."""
+
+    @pytest.fixture(scope="module")
+    def ranks(tmp_path_factory):
+        with Ranks(size, tmp_path_factory.mktemp("ranks")) as started:
+            yield started
+
+    return ranks
+
+
 @dataclass(frozen=True)
 class Ended:
     """End of a rank's process. exit_code: None when it had to be stopped."""
@@ -81,8 +93,7 @@ def run_until_exit(size, folder, function, *args, wait_for=None):
 
 
 def _start(size, folder, programs):
-    store = Path(folder, "store")
-    store.unlink(missing_ok=True)
+    Path(folder, "store").unlink(missing_ok=True)
     processes = [
         _context.Process(target=_enter, args=(rank, size, str(folder), *program), daemon=True)
         for rank, program in enumerate(programs)
@@ -103,8 +114,7 @@ def _log(folder, rank):
 
 
 def _enter(rank, size, folder, function, args):
-    log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, sys.stderr.fileno())
+    os.dup2(os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     function(rank, Links.create(range(size), range(size), Groups(), slots_on_cpu=True), *args)

@@ -23,9 +23,8 @@ from megatron_epp.tools.cli.first_run.launch import FAILED, REDUCED, MachineChec
 from megatron_epp.tools.cli.first_run.training import parity, race
 from megatron_epp.tools.cli.lengths import SOURCES
 from megatron_epp.tools.cli.terminal import Command, Parser, output_folder, progress, say
-from megatron_epp.tools.cli.train import quietly
+from megatron_epp.tools.cli.train import quietly, versions
 from megatron_epp.tools.formulas.library import load_cluster, load_flags
-from megatron_epp.tools.launch.command import versions
 
 _EXAMPLE = """\
 example: everything, for your documents and your launch command as it is today
@@ -186,9 +185,8 @@ def _cluster_of(here: str, num_gpus: int, has_launch: bool) -> str:
 
 def _names(text: str) -> tuple[str, ...]:
     names, known = tuple(text.split(",")), [step.name for step in STEPS]
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"there is no step {name}{nearest(name, known)}; there are {', '.join(known)}")
+    if wrong := next((name for name in names if name not in known), ""):
+        raise argparse.ArgumentTypeError(f"there is no step {wrong}{nearest(wrong, known)}; there are {', '.join(known)}")
     return names
 
 

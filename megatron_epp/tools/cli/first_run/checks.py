@@ -21,6 +21,9 @@ from megatron_epp.tools.cli.planning_flags import cap_of
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.report.text import format_us, table
 
+_NOTICED = 1.03  # smallest gain that is not called a tie
+_NOT_SUBTRACTED = "what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
+
 
 def doctor(setting: Setting) -> Outcome:
     findings = list(look())
@@ -65,10 +68,6 @@ def links(setting: Setting) -> Outcome:
     return Outcome.judged(not wrong, lines, todo, figures)
 
 
-_NOTICED = 1.03  # smallest gain that is not called a tie
-_NOT_SUBTRACTED = "what the flags below, which plans refuse, are worth to you; the 1F1B of the table has none of them either"
-
-
 def question_of(setting: Setting) -> Question:
     launch = setting.launch
     batch = int(launch.flags.get("global_batch_size") or 1)
@@ -80,9 +79,8 @@ def question_of(setting: Setting) -> Question:
 
 def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
     flags = launch.flags
-    tensor, context, pipeline, expert = (
-        int(flags.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "context", "pipeline_model", "expert_model")
-    )
+    names = "tensor_model", "context", "pipeline_model", "expert_model"
+    tensor, context, pipeline, expert = (int(flags.get(f"{name}_parallel_size") or 1) for name in names)
     data = max(1, launch.devices // (tensor * context * pipeline))
     sharing = int(flags.get("expert_tensor_parallel_size") or tensor)
     config = Configuration(tensor, context, pipeline, data, expert, sharing if flags.get("num_experts") else 1)
@@ -98,11 +96,14 @@ def gain(setting: Setting) -> Outcome:
         elastic = exactly(question, config)
     speedup = math.inf if stock is None else stock.step_us / elastic.parts.step_us
     refused = refusals(setting.launch)
+    even = ", a tie: these lengths are even enough for 1F1B" if speedup < _NOTICED else ""
+    said = f"gain: {speedup:.2f}x at your sizes{even}; `megatron-epp advise` tries others"
+    said = "your sizes do not fit with Megatron's own schedule; with plans they do" if stock is None else said
     lines = [
         f"{len(question.lengths):,} sequences of {setting.lengths_from}, {question.tokens:,} tokens, the longest "
         f"{max(question.lengths):,}; {config.name}; costs by formula for {setting.cluster.name}",
         *_rows(question, stock, elastic),
-        _said(speedup),
+        said,
         *[f"not subtracted: {_NOT_SUBTRACTED}"] * bool(refused),
         *refused,
         "",
@@ -133,17 +134,9 @@ def _rows(question: Question, stock: Stock | None, elastic: Judged) -> list[str]
     return table(("predicted", "step", "tokens/s", "bubble", "recompute", "peak memory"), rows)
 
 
-def _said(speedup: float) -> str:
-    if math.isinf(speedup):
-        return "your sizes do not fit with Megatron's own schedule; with plans they do"
-    even = ", a tie: these lengths are even enough for 1F1B" if speedup < _NOTICED else ""
-    return f"gain: {speedup:.2f}x at your sizes{even}; `megatron-epp advise` tries others"
-
-
 def refusals(launch: StockLaunch) -> list[str]:
     """Return the other flags, and combinations of flags, that `--epp` refuses."""
-    refused = launch.refused()
-    if not refused:
+    if not (refused := launch.refused()):
         from megatron_epp.mcore import entry
 
         known, _ = entry.megatron_parser().parse_known_args(launch.elastic_argv())

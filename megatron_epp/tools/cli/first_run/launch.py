@@ -24,9 +24,9 @@ _LASTING = """
     --exit-interval --exit-duration-in-mins --log-interval --eval-iters --epp-schedule --epp-report-dir
 """
 """Flags that a short run to compare leaves out or sets: it keeps and loads nothing, and logs every iteration."""
-
-
 VOCABULARY = 128256  # vocabulary that is assumed where only the tokenizer knows it
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+REDUCED = "reduced form: sizes are tiny and links are gloo's, so passing says that the code works here and times say nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,8 @@ class StockLaunch:
 
     def changes(self) -> list[str]:
         """Return the lines to change, as a diff: the launcher's line, and flags that need another value with plans."""
-        script = self.words[self.script]
-        lines = [
-            f"-{shlex.join(self.words[: self.script + 1])} \\",
-            f"+{shlex.join([*self.words[: self.script], *_OURS, script])} --epp \\",
-        ]
+        before, script = self.words[: self.script], self.words[self.script]
+        lines = [f"-{shlex.join([*before, script])} \\", f"+{shlex.join([*before, *_OURS, script])} --epp \\"]
         for flag, value in self.changed.items():
             lines += [f"-    {flag} {self.argv[self.argv.index(flag) + 1]} \\"] if flag in self.argv else []
             lines.append(f"+    {flag} {value} \\")
@@ -93,18 +90,17 @@ def read_launch(words: Sequence[str]) -> StockLaunch:
 
     script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if script is None:
-        raise EppError(
-            "the launch command names no script: give it as in `-- torchrun --nproc-per-node 8 pretrain_gpt.py FLAGS`"
-        )
-    known, _ = entry.megatron_parser().parse_known_args(list(words[script + 1 :]))
-    flags = vars(known)
+        how = "give it as in `-- torchrun --nproc-per-node 8 pretrain_gpt.py FLAGS`"
+        raise EppError(f"the launch command names no script: {how}")
+    flags = vars(entry.megatron_parser().parse_known_args(list(words[script + 1 :]))[0])
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length") if flags.get(name) is None]
     if missing:
         absent = ", ".join(map(flag_of, missing))
         raise EppError(f"the launch command lacks {absent}: give it as it is expanded, with every variable replaced")
-    if flags.get("vocab_size") is None:
-        flags["vocab_size"] = VOCABULARY
-    replica, started = world_of(flags), _started(words[:script])
+    flags["vocab_size"] = VOCABULARY if flags.get("vocab_size") is None else flags["vocab_size"]
+    split_words = [part for word in words[:script] for part in word.split("=", maxsplit=1)]
+    numbers = {name.replace("_", "-"): int(value) for name, value in pairwise(split_words) if value.isdecimal()}
+    replica, started = world_of(flags), numbers.get("--nproc-per-node", 1) * numbers.get("--nnodes", 1)
     return StockLaunch(tuple(words), script, flags, max(replica, started - started % replica))
 
 
@@ -116,16 +112,6 @@ def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
         if not is_left_out:
             words.append(word)
     return words
-
-
-def _started(words: Sequence[str]) -> int:
-    """Return the number of processes that a launcher's flags ask for; 1 where they do not say."""
-    split_words = [part for word in words for part in word.split("=", maxsplit=1)]
-    numbers = {name.replace("_", "-"): int(value) for name, value in pairwise(split_words) if value.isdecimal()}
-    return numbers.get("--nproc-per-node", 1) * numbers.get("--nnodes", 1)
-
-
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +165,3 @@ def verdict(done: Mapping[str, Outcome]) -> str:
         if names := [name for name, outcome in done.items() if outcome.status == status]:
             counts.append(f"{len(names)} {status}" + f" ({', '.join(names)})" * (status != PASSED))
     return f"{', '.join(counts)}, {sum(outcome.time_s for outcome in done.values()):.0f} s in all"
-
-
-REDUCED = "reduced form: sizes are tiny and links are gloo's, so passing says that the code works here and times say nothing"

@@ -26,6 +26,11 @@ _ITERATIONS = {False: 5, True: 2}
 _FP32_ALLOWED = 1e-5  # largest relative difference of a loss in fp32
 _BF16_FLOOR = 1e-4  # difference of a loss in bf16 that is near enough however near Megatron's own is
 TIMES = 2.0  # largest distance from the reference, as a multiple of the distance of Megatron's own run
+SCHEDULES = ("stock", "packed", "elastic")
+_RACED = {False: 10, True: 7}
+COUNTED = 4
+"""Iterations at the end that count. Costs are learnt from the second to the fourth, and a plan is made two iterations before it
+runs, so the seventh is the first that is planned by learnt costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,7 @@ class Deviation:
 
 
 def deviation(exact: Sequence[float], theirs: Sequence[float], ours: Sequence[float], floor: float) -> Deviation:
-    """Compare two runs with a reference; a difference of `floor` passes, however near Megatron's own run is.
-
-    The difference of what is not a number is infinite.
-    """
+    """Compare two runs with a reference; differences up to `floor` pass. That of what is not a number is infinite."""
     differences = (np.abs(np.divide(column, exact) - 1).max() for column in (theirs, ours))
     far = [math.inf if math.isnan(most) else float(most) for most in differences]
     return Deviation(far[0], far[1], max(TIMES * far[0], floor))
@@ -110,13 +112,6 @@ def _documents(folder: Path, lengths: Sequence[int], copies: int) -> str:
     return str(prefix)
 
 
-SCHEDULES = ("stock", "packed", "elastic")
-_RACED = {False: 10, True: 7}
-COUNTED = 4
-"""Iterations at the end that count. Costs are learnt from the second to the fourth, and a plan is made two iterations before it
-runs, so the seventh is the first that is planned by learnt costs."""
-
-
 def race(setting: Setting) -> Outcome:
     iterations = _RACED[setting.is_reduced]
     if setting.is_reduced:
@@ -132,8 +127,7 @@ def race(setting: Setting) -> Outcome:
 
 def _raced(setting: Setting, run: Callable[[str, Path], RecordedRun]) -> Outcome:
     """Run every schedule, and compare the runs that end well: one may fail, for lack of memory for example."""
-    recorded: dict[str, RecordedRun] = {}
-    failures: dict[str, str] = {}
+    recorded, failures = dict[str, RecordedRun](), dict[str, str]()
     for name in SCHEDULES:
         with progress(f"training with --epp-schedule {name}"):
             try:
@@ -169,18 +163,14 @@ def _most(run: RecordedRun, name: str) -> int | None:
 def _rows(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     columns: dict[str, tuple[str, Callable[[Any], str]]] = {
         "tokens/s": ("tokens_per_second", "{:,.0f}".format),
-        "iteration": ("iteration_us", format_us),
-        "planned": ("planned_us", format_us),
-        "measured": ("measured_us", format_us),
+        **{name: (f"{name}_us", format_us) for name in ("iteration", "planned", "measured")},
         "planned peak": ("planned_peak_bytes", format_bytes),
         "peak": ("device_peak_bytes", format_bytes),
         "allocator retries": ("alloc_retries", str),
     }
-
-    def cells(own: Mapping[str, Any]) -> list[str]:
-        return ["-" if own[key] is None else form(own[key]) for key, form in columns.values()]
-
-    return table(("schedule", *columns), [[name, *cells(own)] for name, own in figures.items()]) if figures else []
+    ways = columns.values()
+    rows = [[name, *("-" if own[key] is None else form(own[key]) for key, form in ways)] for name, own in figures.items()]
+    return table(("schedule", *columns), rows) if figures else []
 
 
 def _said(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -35,6 +35,8 @@ PageColumns = dict[str, Any]
 
 _STREAMS = (COMPUTE, COPY, LINK)
 _DECIMALS = 3  # times in microseconds are rounded to nanoseconds
+SCRIPTS = ("model.js", "text.js", "state.js", "lanes.js", "memory.js", "table.js", "pane.js", "main.js")
+"""Scripts in the order in which they run, in one scope."""
 
 
 def operation_columns() -> list[PageColumns]:
@@ -61,13 +63,9 @@ def plan_columns(shown: Shown) -> PageColumns:
     """Return all that a page shows of a plan and a run. Raises `PlanError` for a deadlock, or a run of another plan."""
     plan = shown.plan
     timeline, graph = simulate(plan), build_graph(plan)
-    return {
-        "name": shown.name,
-        "digest": digest(plan)[:12],
-        "headline": headline(plan),
-        "recompute_share": recompute_share(plan),
-        "calibrated": is_calibrated(plan),
-        "num_ranks": plan.num_ranks,
+    about: PageColumns = {"name": shown.name, "digest": digest(plan)[:12], "headline": headline(plan)}
+    about |= {"recompute_share": recompute_share(plan), "calibrated": is_calibrated(plan), "num_ranks": plan.num_ranks}
+    return about | {
         "stages": [plan.stages_of(rank) for rank in range(plan.num_ranks)],
         "lengths": plan.lengths,
         "chunks": {
@@ -174,10 +172,9 @@ def _recompute(plan: Plan, graph: Graph) -> PageColumns:
 
 
 def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
-    """Columns with the memory of every rank.
+    """Columns with the memory of every rank, which allocates and frees box by box without copies.
 
-    A rank without copies allocates and frees box by box. Others do so in the order of `events`: `code` is twice the number of a
-    box, plus one if it is the release.
+    Others do in the order of `events`: `code` is twice the number of a box, plus one if it is the release.
     """
     plan = timeline.plan
     events: dict[int, PageColumns] = {}
@@ -197,10 +194,7 @@ def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
 
 
 def item_columns(breakdown: MemoryBreakdown) -> PageColumns:
-    """Columns with the memory of every rank by item, with the colours of pictures.
-
-    `changes` has three numbers per changed item: of the moment in `time_us`, of the item, and the bytes that are added.
-    """
+    """Columns with the memory of every rank by item; `changes` has the moment, the item and the added bytes of each change."""
     colours = item_colours(breakdown)
     index = {name: number for number, name in enumerate(colours)}
     ranks = []
@@ -216,10 +210,6 @@ def item_columns(breakdown: MemoryBreakdown) -> PageColumns:
             before = moment.items
         ranks.append({"time_us": _times(times), "changes": changes})
     return {"names": list(colours), "colours": list(colours.values()), "ranks": ranks}
-
-
-SCRIPTS = ("model.js", "text.js", "state.js", "lanes.js", "memory.js", "table.js", "pane.js", "main.js")
-"""Scripts in the order in which they run, in one scope."""
 
 
 def page(shown: Sequence[Shown]) -> str:

@@ -26,28 +26,25 @@ REPLAYS = flags(
     "microbatches must run in their own order",
 )
 """Router replay, which takes the routes of microbatches from queues, in the order in which these run."""
+_REPLAY_VARIABLE = "ENABLE_ROUTING_REPLAY"  # environment variable that slime sets to 1 in the processes whose routers replay
+OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap:problems"}
+"""Switches of other packages, each with the function that yields what is incompatible with it, imported if it is on."""
+REFUSED_LAYERS = {"D": "sparse attention (DSA)"}
+"""Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
 
 
 def forgotten(args: Namespace, _: Door) -> Iterator[str]:
     """Yield flags of ours without `--epp`, which would train Megatron's samples by its own schedule without a word."""
     words = {word.partition("=")[0] for word in sys.argv}  # a flag may be given its default, which the namespace does not show
     ours = (row for row in TABLE if row.is_ours and row.setting not in ("epp", "allow_unknown_megatron"))
-    idle = [
-        row.training for row in ours if row.training in words or getattr(args, row.dest, None) not in (None, False, row.default)
-    ]
-    if idle:
+    set_to = ((row, getattr(args, row.dest, None)) for row in ours)
+    if idle := [row.training for row, value in set_to if row.training in words or value not in (None, False, row.default)]:
         verb, them = ("do", "them") if len(idle) > 1 else ("does", "it")
         yield f"{', '.join(idle)} {verb} nothing without --epp: add it, or leave {them} out"
 
 
-_REPLAY_VARIABLE = "ENABLE_ROUTING_REPLAY"  # environment variable that slime sets to 1 in the processes whose routers replay
-
-
 def replay(settings: Any, door: Door) -> Iterator[str]:
-    """Yield what takes the routes of microbatches from queues, unless these run in their own order.
-
-    Samples have routes of their own. Megatron's replay may be switched on there, without an action (`acting_replay`).
-    """
+    """Yield what takes routes of microbatches from queues, unless these run in their own order (`acting_replay` may be on)."""
     if getattr(settings, "epp_order", GIVEN) == GIVEN:
         return
     advice = f"use --epp-order {GIVEN}" if door.has_flags else f"use megatron_epp.wrap(order={GIVEN!r})"
@@ -69,10 +66,8 @@ def weight_shards(settings: Any, door: Door) -> Iterator[str]:
         shards = max(shards, ranks * getattr(settings, f"{prefix}gtp_weight_remat_size", 1))
         if shards > ranks:
             refused = door.with_value(f"{prefix}tensor_parallel_num_weight_shards", shards)
-            yield (
-                f"{door.cannot} {refused} on {ranks} tensor-parallel ranks: weights are gathered ahead in the order of the "
-                "first iteration, which recompute changes; leave it out"
-            )
+            why = "weights are gathered ahead in the order of the first iteration, which recompute changes"
+            yield f"{door.cannot} {refused} on {ranks} tensor-parallel ranks: {why}; leave it out"
 
 
 HONOURED = {"epp", "epp_microbatches", "epp_order", "epp_memory_cap_gb", "epp_split_weight_gradient", "epp_offload"}
@@ -111,10 +106,8 @@ def sizes(args: Namespace, _: Door) -> Iterator[str]:
     replica, processes, batch = layout.world_of(vars(args)), args.world_size, args.global_batch_size
     if processes % replica:
         names = " x ".join(f"{flag_of(name)} {getattr(args, name)}" for name in layout.REPLICA_SIZES)
-        yield (
-            f"the run has {processes} processes, but {names} takes {replica} for each replica: start a multiple of {replica}, "
-            "or lower one of them"
-        )
+        todo = f"start a multiple of {replica}, or lower one of them"
+        yield f"the run has {processes} processes, but {names} takes {replica} for each replica: {todo}"
         return
     replicas, ranks = processes // replica, args.pipeline_model_parallel_size
     each = ranks if args.epp_schedule not in ("elastic", "packed") and virtual(args) else 1
@@ -123,10 +116,8 @@ def sizes(args: Namespace, _: Door) -> Iterator[str]:
         yield f"--global-batch-size {batch} is for {replicas} replicas{why}: make it a multiple of {each * replicas}"
     least = (multiple := layout.token_multiple(args)) * (slices := args.epp_slices or 1)
     if args.seq_length is not None and args.seq_length < least:
-        yield (
-            f"--seq-length {args.seq_length} is too short for {slices} slices of at least {multiple} tokens: raise it to "
-            f"{least}, or lower --epp-slices"
-        )
+        what = f"{slices} slices of at least {multiple} tokens"
+        yield f"--seq-length {args.seq_length} is too short for {what}: raise it to {least}, or lower --epp-slices"
 
 
 def virtual(args: Namespace) -> bool:
@@ -151,10 +142,8 @@ def of_loss(args: Namespace, _: Door) -> Iterator[str]:
 
     loss = load_loss(args.epp_loss)
     if getattr(loss, "has_values", False) and not args.untie_embeddings_and_output_weights:
-        yield (
-            f"--epp-loss {args.epp_loss} reads values, of a head in the place of the output layer: pass "
-            "--untie-embeddings-and-output-weights"
-        )
+        what = f"--epp-loss {args.epp_loss} reads values, of a head in the place of the output layer"
+        yield f"{what}: pass --untie-embeddings-and-output-weights"
     for problem in of_experts("router_problems", args, Door.DOCUMENTS, loss.average):
         yield f"--epp-loss {args.epp_loss}: {problem}"
 
@@ -165,18 +154,10 @@ def planned_only(args: Namespace, _: Door) -> Iterator[str]:
         yield f"--epp-planner {planner} is planned, not run: training lacks {entry.lacks}; use --epp-planner greedy"
 
 
-OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap:problems"}
-"""Switches of other packages, each with the function that yields what is incompatible with it, imported if it is on."""
-
-
 def optional(args: Namespace, _: Door) -> Iterator[str]:
     for attribute, target in OPTIONAL.items():
         if getattr(args, attribute):
             yield from resolve_name(target)(args)
-
-
-REFUSED_LAYERS = {"D": "sparse attention (DSA)"}
-"""Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
 
 
 def pattern_problem(pattern: str | None) -> str:
