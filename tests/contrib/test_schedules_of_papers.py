@@ -10,6 +10,7 @@ from itertools import chain, product
 from unittest import mock
 
 import pytest
+from tests.support.golden import assert_as_written
 
 from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
 from megatron_epp.contrib.papers.context_groups import groups_of
@@ -31,7 +32,6 @@ from megatron_epp.planner.orders.warm_up import run_ahead
 from megatron_epp.tools.layouts import layout_choice
 from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample, choose, placements_of
 from scripts.bench.orders.unit import TOKENS, Unit, unit_costs
-from tests.support.golden import assert_as_written
 from tests.support.plan.stages import stage_of
 
 

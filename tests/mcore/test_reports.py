@@ -22,7 +22,7 @@ from megatron_epp.runtime import side_thread
 from megatron_epp.runtime.side_thread import complete_at_end
 from tests.support.failing_disk import swept
 from tests.support.mcore.forked import CHANGED, job, launch, succeeded
-from tests.support.mcore.jobs.planners import ITERATIONS
+from tests.support.mcore.jobs.soak import ITERATIONS
 from tests.support.mcore.launch import CHOOSING, PLANNED
 from tests.support.mcore.rows import FIRST_LEARNT, LEARN
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
@@ -166,7 +166,7 @@ LENGTHS = (180, 12, 60, 33, 7, 90, 25, 140)
 
 def test_every_iteration_says_how_long_it_was_planned_and_planning_ends_with_training(tmp_path: Path) -> None:
     data = write_pair(tmp_path / "documents", documents_of(LENGTHS, vocab_size=255))
-    succeeded(job(2, "planners", data=data, folder=tmp_path, timeout_s=400))
+    succeeded(job(2, "soak:left", data=data, folder=tmp_path, timeout_s=400))
     lines = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
     assert len(lines) == ITERATIONS
     assert all(line["planning_us"] > 0 for line in lines)

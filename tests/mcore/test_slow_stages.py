@@ -6,6 +6,7 @@ import shlex
 import socket
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,14 +52,11 @@ def test_a_slow_rank_of_a_training_on_documents_is_named(tmp_path: Path) -> None
 PLAN = one_f_one_b()
 
 
-class Times:
-    """Recorder of a rank's iteration that took `factor` of its planned time."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def took_us(self) -> Iterator[tuple[Action, float]]:
-        yield from ((step.action, self.factor * step.time_us) for step in PLAN.ranks[0])
+def took(plan: Plan, rank: int, factor: float) -> Iterator[tuple[Action, float]]:
+    """Measured times of a rank whose actions take `factor` of their planned time; waits for messages do not count."""
+    yield plan.ranks[rank][0].action._replace(op=Op.RECV_F), 1e9
+    for step in plan.ranks[rank]:
+        yield step.action, factor * step.time_us
 
 
 class FirstOfTwo:
@@ -83,7 +81,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> FirstOfTwo:
 def run(group: FirstOfTwo, factors: list[float]) -> None:
     watch = StageWatch(0, group)  # type: ignore[arg-type]
     for factor in factors:
-        watch.after(PLAN, Times(factor), dict)  # type: ignore[arg-type]
+        watch.after(PLAN, Namespace(took_us=partial(took, PLAN, 0, factor)), dict)  # type: ignore[arg-type]
     watch.complete()
 
 
@@ -102,13 +100,6 @@ def test_a_stage_is_named_again_only_after_it_was_quick(group: FirstOfTwo, caplo
 
 
 SLOW = 2 * SLOWER
-
-
-def took(plan: Plan, rank: int, factor: float) -> Iterator[tuple[Action, float]]:
-    """Measured times of a rank whose actions take `factor` of their planned time; waits for messages do not count."""
-    yield plan.ranks[rank][0].action._replace(op=Op.RECV_F), 1e9
-    for step in plan.ranks[rank]:
-        yield step.action, factor * step.time_us
 
 
 def watched(factors: list[float]) -> SlowStages:

@@ -147,9 +147,7 @@ def test_another_schedule_than_that_of_the_checkpoint_is_refused_by_its_flags(as
 
 
 @pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
-def test_layers_bridge_cannot_export_are_refused(
-    asked: Asked, saves: Saves, monkeypatch: pytest.MonkeyPatch, flag: str
-) -> None:
+def test_layers_no_bridge_exports_are_refused(asked: Asked, saves: Saves, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
     folder = saves()
     local, engine = (f"{flag} {folder} --transformer-impl {layers}" for layers in ("local", "transformer_engine"))
     assert asked.problems(local) == []
@@ -164,9 +162,7 @@ def test_layers_bridge_cannot_export_are_refused(
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("form", ["", "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"])
-def test_optimizer_state_of_experts_on_one_or_several_is_kept_to(
-    asked: Asked, saves: Saves, before: int, now: int, form: str
-) -> None:
+def test_optimizer_state_of_experts_of_one_or_more_stays(asked: Asked, saves: Saves, before: int, now: int, form: str) -> None:
     more = f"--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size {{}} {form}"
     folder = saves(more.format(before), world_size=2)
     (problem,) = asked.problems(f"--load {folder} {more.format(now)}", world_size=2)

@@ -88,7 +88,7 @@ def test_a_schedule_called_in_a_wrapper_is_planned(tmp_path: Path, processes: in
 
 
 @some_by_default("ways", [((False, False), (True, True)), ((False, True), (True, False))], 1)
-def test_gradients_are_reduced_once_behind_a_step_of_two_calls_and_with_an_idle_replica(
+def test_gradients_are_reduced_once_after_two_calls_and_with_an_idle_replica(
     ways: tuple[tuple[bool, bool], ...],
 ) -> None:
     """As NeMo-RL's split step: the hooks are set so that no call reduces, and gradients are finalised behind the last."""

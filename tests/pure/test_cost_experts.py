@@ -18,9 +18,18 @@ from megatron_epp.tools.formulas.analytic import analytic_profile, exchange_line
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 
 SHAPE = ModelShape(
-    num_layers=2, hidden_size=64, ffn_hidden_size=32, num_attention_heads=8, vocab_size=128, num_experts=64,
-    experts_per_token=8, tensor_parallel=2, sequence_parallel=True, expert_parallel=8, expert_tensor_parallel=1,
-)  # fmt: skip
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=32,
+    num_attention_heads=8,
+    vocab_size=128,
+    num_experts=64,
+    experts_per_token=8,
+    tensor_parallel=2,
+    sequence_parallel=True,
+    expert_parallel=8,
+    expert_tensor_parallel=1,
+)
 NODES = replace(H100, devices_per_node=8)
 TOKEN = 64 * 2 / 2
 """Bytes of a copy of a token of a rank, of two that share the tokens."""

@@ -5,12 +5,12 @@ read the difference.
 """
 
 import pytest
+from tests.support.golden import assert_as_written
 
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.simulation import simulate
-from tests.support.golden import assert_as_written
 from tests.support.plan.small_plans import EXAMPLES
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
+from tests.support.golden import assert_as_written
 
 from megatron_epp.contrib.helix.attention_operations import A
 from megatron_epp.contrib.helix.helixpipe import HelixLayout
@@ -31,7 +32,6 @@ from scripts.bench.orders import orders as compared
 from scripts.bench.orders.orders import LAYERS, TIE
 from scripts.bench.orders.unit import TOKENS, Unit, fewest, unit_costs
 from tests.support.calls import refusal
-from tests.support.golden import assert_as_written
 from tests.support.plan.planner_cases import LLAMA
 from tests.support.seeds import some_by_default
 

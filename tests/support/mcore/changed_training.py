@@ -257,9 +257,7 @@ class Given:
     def collectives(self):
         actions = [action for action, _ in self._recorder.collectives()]
         waits_us = (WAIT_US if (action.chunk + self._rank) % 2 else 0.0 for action in actions)
-        return [
-            (action, collective_us(self._plan, action) + wait_us) for action, wait_us in zip(actions, waits_us, strict=True)
-        ]
+        return [(action, collective_us(self._plan, action) + wait) for action, wait in zip(actions, waits_us, strict=True)]
 
 
 def pass_us(plan: Plan, action: Action) -> float:

@@ -566,10 +566,7 @@ _HEADS = "--kv-channels 8 --num-attention-heads"
 _WINDOW = "--window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type"
 UNEVEN_HEADS = {
     "more ranks than key heads, windows, sinks": case(
-        "cp4",
-        f"{THREE} --epp-recompute 4",
-        "grouped",
-        both=f"{_HEADS} 6 --window-size 9,0 --window-attn-skip-freq [0,1,1,0] --softmax-type off-by-one",
+        "cp4", f"{THREE} --epp-recompute 4", "grouped", both=f"{_HEADS} 6 {_WINDOW} off-by-one"
     ),
     "tensor and sequence parallel": case("tp2 sp cp2", SEVEN, "grouped", both=f"{_HEADS} 6"),
     "weights apart": case("cp2 pp2 split", AGAIN, both=f"{_HEADS} 3"),
@@ -581,16 +578,8 @@ UNEVEN_HEADS = {
 
 
 def _uneven_heads() -> list[Row]:
-    return [
-        Row(
-            name=f"uneven heads: {name}",
-            case=own,
-            check=_check_slices,
-            batch=BATCH if own.cell.dp > 1 else SMALL_BATCH,
-            is_slow=number > 0,
-        )
-        for number, (name, own) in enumerate(UNEVEN_HEADS.items())
-    ]
+    rows = _of_layers("uneven heads", UNEVEN_HEADS, slow=[*UNEVEN_HEADS][1:])
+    return [replace(row, batch=BATCH if row.case.cell.dp > 1 else SMALL_BATCH) for row in rows]
 
 
 _OF_LAYERS = "--epp-slices 5 --epp-recompute 1"
@@ -621,13 +610,10 @@ def _long_of_layers() -> list[Row]:
     ]
 
 
+_LATENT_SPEC = "tests.support.mcore.latent_hybrid stack_spec"
 _HYBRID_LATENTS = Row(
     name="hybrid model of latent attention, MLP and expert layers",
-    case=case(
-        REPLICAS,
-        f"{AGAIN} --epp-latents on",
-        both=f"{_WIDE} --hybrid-layer-pattern +E|-+E --spec tests.support.mcore.latent_hybrid stack_spec",
-    ),
+    case=case(REPLICAS, f"{AGAIN} --epp-latents on", both=f"{_WIDE} --hybrid-layer-pattern +E|-+E --spec {_LATENT_SPEC}"),
     check=_check_hybrid,
     iterations=3,
     batch=BATCH,
@@ -659,11 +645,7 @@ def _flex() -> list[Row]:
 _AGAIN = f"{MANY} --epp-loss-block-tokens 5"
 _TIGHT = f"{THREE} --epp-memory-cap-gb 0.0006 --epp-offload"
 _BACK = "pp2 v2 split"
-FROZEN = (
-    ("adapters", "pp2", _AGAIN, ""),
-    ("some", "pp2", f"{THREE} --epp-costs learn", ""),
-    ("layers", "pp2 split", _AGAIN, ""),
-)
+FROZEN = ("adapters", "pp2", _AGAIN, ""), ("some", "pp2", f"{THREE} --epp-costs learn", ""), ("layers", "pp2 split", _AGAIN, "")
 """Part that trains, layout, and flags of plans and of both runs."""
 MORE_FROZEN = (
     ("adapters", _BACK, "--epp-slices 4", ""),

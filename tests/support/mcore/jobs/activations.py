@@ -25,7 +25,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron_epp.tools.formulas.recurrent import RecurrentShape
 
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.model.core_attention import ChunkParams
@@ -38,6 +37,7 @@ from megatron_epp.tools.formulas import CPU
 from megatron_epp.tools.formulas.analytic import analytic_profile
 from megatron_epp.tools.formulas.layer_sizes import BLOCK_TOKENS
 from megatron_epp.tools.formulas.library import shape_of
+from megatron_epp.tools.formulas.model_shape import RecurrentShape
 from tests.mcore.test_refusals import arguments
 from tests.support.mcore import fla_stand_in
 from tests.support.runtime.allocations import Allocations

@@ -31,10 +31,8 @@ PIPELINE = "--pipeline-model-parallel-size 2 --epp-planner seq1f1b --epp-chunk-t
 PIPELINE += "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
 PIPELINE += "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall "
 PIPELINE += "--no-bias-gelu-fusion --disable-bias-linear"
-CASES = {
-    "replicas": "--overlap-grad-reduce --use-distributed-optimizer --epp-slices 3 --hidden-dropout 0",
-    "pipeline": PIPELINE,
-}
+REPLICAS = "--overlap-grad-reduce --use-distributed-optimizer --epp-slices 3 --hidden-dropout 0"
+CASES = {"replicas": REPLICAS, "pipeline": PIPELINE}
 FAILING_RANK = 1
 """Of the pipeline."""
 

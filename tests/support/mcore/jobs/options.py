@@ -40,13 +40,10 @@ def figures(ranks, contents):
     if isinstance(ranks, str):
         return {"error": ranks}
     plans = ranks[0].plans
+    final = [(re.sub(r"^(module\.)+", "", name), tensor) for run in ranks for name, tensor in run.final.items()]
     return {
         "losses": next(run.losses for run in ranks if run.losses),
-        "weights": {
-            re.sub(r"^(module\.)+", "", name): tensor.double().flatten().tolist()
-            for run in ranks
-            for name, tensor in run.final.items()
-        },
+        "weights": {name: tensor.double().flatten().tolist() for name, tensor in final},
         "gradient_dtypes": sorted({str(tensor.dtype) for run in ranks for tensor in run.gradients[-1].values()}),
         "plans": [contents(plan) for plan in plans],
         "forwards": [[[str(a) for a in plan.actions(r) if str(a.op) == "F"] for r in range(plan.num_ranks)] for plan in plans],

@@ -1,16 +1,20 @@
-"""Trains many tiny iterations through Megatron's loop and records what Python has after some of them."""
+"""Trains tiny iterations by Megatron's loop; records what Python has after some of them, or the processes that are left."""
 
 import gc
+import os
 import shlex
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from megatron_epp.mcore import entry
-from tests.support.mcore.launch import PLANNED
+from scripts.parity.runs import train
+from tests.support.mcore.launch import CHOOSING, PLANNED
 
 LONGEST, VOCABULARY = 64, 95
 
@@ -81,3 +85,17 @@ def run(data: str, name: str) -> dict[str, Any]:
     sys.argv = [sys.argv[0], *case.flags, "--data-path", data]
     gpt.pretrain()
     return {"counts": seen}
+
+
+ITERATIONS = 6
+FLAGS = CHOOSING + shlex.split(
+    f"--seq-length 192 --max-position-embeddings 192 --global-batch-size 6 --train-iters {ITERATIONS} --vocab-size 255 "
+    "--split 75,25,0 --eval-iters 1 --eval-interval 2 --epp-trace 3 --pipeline-model-parallel-size 2"
+)
+
+
+def left(data: str, folder: Path) -> None:
+    entry.prepare()
+    train([*FLAGS, "--data-path", data, "--epp-report-dir", str(folder)])
+    processes = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    (folder / f"left{os.environ['RANK']}").write_text("\n".join(map(str, processes)))
