@@ -24,10 +24,13 @@ from megatron_epp.plan.proof import check
 from megatron_epp.plan.proof.deadlock import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan, tabulate
 from megatron_epp.planner.baselines.contest import fixed_size_chunks
+from megatron_epp.tools.formulas import H100, analytic_profile
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 from scripts.bench.orders.unit import TOKENS, Unit
-from tests.support.plan.planner_cases import GIB, LLAMA, pipeline, problem
+from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.stages import stage_of
 
+PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 LENGTHS = (30000, 28000, 26000, 9000, 9000, 5000, 3000, 2000, 700, 700, 300)
 OFFLOADING = [name for name, entry in PLANNERS.entries().items() if entry.offloads]
 
@@ -86,7 +89,7 @@ def test_terapipes_slices_become_shorter_where_attention_makes_later_tokens_slow
 
 
 def test_terapipe_slices_all_sequences_of_a_batch_and_packs_short_ones():
-    made = plan(on_ranks([*LENGTHS, *[90] * 40]), LLAMA.costs([8] * 4), Options(planner="terapipe"))
+    made = plan(on_ranks([*LENGTHS, *[90] * 40]), PROFILE.costs([8] * 4), Options(planner="terapipe"))
     slices = [[chunk for chunk in made.chunks if chunk.segments[0].sequence == q] for q in range(3)]
     assert all(len(own) > 4 for own in slices)
     assert max(len(chunk.segments) for chunk in made.chunks) > 10
@@ -190,7 +193,7 @@ def two_stages_each(name: str, cap: int = UNLIMITED_BYTES) -> Problem:
 
 
 def sound(problem: Problem, name: str) -> Plan:
-    costs = LLAMA.costs([32 // problem.num_stages] * problem.num_stages, state_bytes_per_parameter=7.5)
+    costs = PROFILE.costs([32 // problem.num_stages] * problem.num_stages, state_bytes_per_parameter=7.5)
     options = Options(planner=name, slices=6, offload=True, split_weight=PLANNERS.entries()[name].splits_weight)
     made = plan(problem, costs, options)
     assert check(made) == []
@@ -211,7 +214,7 @@ def test_copies_are_made_without_a_cap_and_recompute_is_added_under_one(name: st
 @pytest.mark.parametrize("name", OFFLOADING)
 def test_without_a_link_or_the_option_nothing_is_copied(name: str):
     problem = two_stages_each(name)
-    costs = LLAMA.costs([32 // problem.num_stages] * problem.num_stages)
+    costs = PROFILE.costs([32 // problem.num_stages] * problem.num_stages)
     assert not any(plan(problem, costs, Options(planner=name, slices=6)).copies)
 
 

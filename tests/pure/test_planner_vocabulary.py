@@ -36,16 +36,17 @@ from megatron_epp.tools.layouts.estimates import Estimates
 from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_SHARE, Sample, choose, fastest
 from megatron_epp.tools.layouts.rank_work import LayerWork, moved
 from megatron_epp.tools.report.gantt import save_gantt
-from tests.support.plan.planner_cases import GIB, LLAMA
+from tests.support.plan.planner_cases import GIB
 from tests.support.plan.queue_machine import stuck
 
+PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 LENGTHS = (30000, 9000, 5000, 3000, 2000, 700, 300)
 PLACEMENTS = {"one stage per rank": (0, 1, 2, 3), "looped": (0, 1, 2, 3, 0, 1, 2, 3), "v": (0, 1, 2, 3, 3, 2, 1, 0)}
 
 
 def costs(placement=(0, 1, 2, 3), shards: bool = True) -> PipelineCosts:
     layers = [16 // len(placement)] * len(placement)
-    return LLAMA.costs(layers, state_bytes_per_parameter=7.5, vocabulary_shares=[0.25] * 4 if shards else [])
+    return PROFILE.costs(layers, state_bytes_per_parameter=7.5, vocabulary_shares=[0.25] * 4 if shards else [])
 
 
 def made(lengths=LENGTHS, forward_only: bool = False) -> Plan:
@@ -102,7 +103,7 @@ def test_crossed_shards_are_found_by_the_proof_and_by_the_independent_machine(us
 def test_the_work_and_the_weights_of_the_output_layer_are_divided():
     whole, parts = costs(shards=False), costs()
     shards = parts.vocabulary
-    head = LLAMA.head.forward + LLAMA.head.backward
+    head = PROFILE.head.forward + PROFILE.head.backward
     divided = shards.logits + shards.gradient
     assert divided.per_token_us == pytest.approx(head.per_token_us)
     assert parts.stages[-1].line("forward").per_token_us == pytest.approx(parts.stages[1].line("forward").per_token_us)
@@ -150,13 +151,13 @@ def test_local_search_judges_steps_with_the_shards(split):
 
 def test_costs_of_other_ranks_are_refused():
     problem = Problem(LENGTHS, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4)
-    wrong = LLAMA.costs([4, 4, 4, 4], vocabulary_shares=[0.5, 0.5])
+    wrong = PROFILE.costs([4, 4, 4, 4], vocabulary_shares=[0.5, 0.5])
     with pytest.raises(EppError, match="shards of 2 ranks, the pipeline has 4"):
         plan(problem, wrong)
 
 
 def test_a_profile_from_before_shards_had_bytes_is_refused_where_it_needs_them():
-    older = replace(LLAMA, shards=None)
+    older = replace(PROFILE, shards=None)
     assert older.costs([8, 8, 8, 8]).vocabulary is None
     with pytest.raises(EppError, match="write it again with megatron-epp profile"):
         older.costs([8, 8, 8, 8], vocabulary_shares=[0.25] * 4)
@@ -216,14 +217,14 @@ def test_advice_names_the_flag(capsys):
 
 
 HEADLESS = replace(
-    LLAMA,
-    embedding=replace(LLAMA.embedding, forward=NO_TIME, backward=NO_TIME),
-    head=replace(LLAMA.head, forward=NO_TIME, backward=NO_TIME),
+    PROFILE,
+    embedding=replace(PROFILE.embedding, forward=NO_TIME, backward=NO_TIME),
+    head=replace(PROFILE.head, forward=NO_TIME, backward=NO_TIME),
 )
 BATCHES = ((9000, 4000, 4000, 2000, 1000, 700), (16000, 3000, 500, 400), (5000,) * 5)
 
 
-def sample_of(profile=LLAMA, ranks: int = 4, num_layers: int = 16, **more) -> Sample:
+def sample_of(profile=PROFILE, ranks: int = 4, num_layers: int = 16, **more) -> Sample:
     def costs_of(layout: Layout) -> PipelineCosts:
         return profile.costs(layout.layers, state_bytes_per_parameter=7.5)
 

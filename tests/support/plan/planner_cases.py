@@ -7,11 +7,9 @@ from dataclasses import replace
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_costs, analytic_profile
-from megatron_epp.tools.formulas.library import load_flags, shape_of
+from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_costs
 
 GIB = 1 << 30
-LLAMA = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 
 
 def pipeline(stages: int, layers: int = 4, *, vocab_size: int = 4096, cpu: bool = False) -> PipelineCosts:
