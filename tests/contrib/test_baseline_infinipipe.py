@@ -87,8 +87,7 @@ def test_recompute_along_diagonals_adds_their_sum_of_layers_to_the_makespan(seed
 def test_the_integer_program_finds_the_least_sum_of_layers(seed: int):
     draw = random.Random(seed)
     stages, layers = draw.choice([(1, 2), (2, 2), (2, 1), (3, 1)])
-    counts = draw.choice([(2, 1), (3,), (1, 1, 1), (2, 2)])
-    chunks, tables = equal_chunks(counts, stages, layers)
+    chunks, tables = equal_chunks(draw.choice([(2, 1), (3,), (1, 1, 1), (2, 2)]), stages, layers)
     order = seq1f1b_order(slice_groups(chunks), stages)
     backwards = [[action.chunk for action in actions if action.op is Op.B] for actions in order]
     choices = {}
@@ -111,8 +110,7 @@ def test_slices_take_equal_times_and_all_sequences_are_cut_at_the_same_places(sl
     chunks = algorithm_1(chunker, slices, more_tokens=more_tokens)
     longest = [s for chunk in chunks for s in chunk.segments if s.sequence == 0]
     times = [chunker.slice_us(s.start, s.end) for s in longest]
-    assert len(longest) == slices
-    assert max(times) == pytest.approx(min(times), rel=0.01)
+    assert (len(longest), max(times)) == (slices, pytest.approx(min(times), rel=0.01))
     ends = {s.end for s in longest}
     parts = [s for chunk in chunks for s in chunk.segments]
     assert all(s.end in ends for s in parts if s.end < lengths[s.sequence])
@@ -142,14 +140,12 @@ def test_a_pipeline_ends_before_the_next_starts():
     static = costs.stages[0].static_bytes
     cap = static + int(0.6 * (max(free.predicted.peak_bytes) - static))
     made = plan(problem(lengths, 2, cap), costs, options)
-    assert drained(free.actions(0)) == 1
-    assert drained(made.actions(0)) == 2
+    assert (drained(free.actions(0)), drained(made.actions(0))) == (1, 2)
 
 
 def drained(actions: tuple[Action, ...]) -> int:
     """How often a rank has no chunk alive."""
-    live = list(accumulate(1 if action.op is Op.F else -1 for action in actions))
-    return live.count(0)
+    return list(accumulate(1 if action.op is Op.F else -1 for action in actions)).count(0)
 
 
 def test_the_recompute_of_a_plan_lies_along_diagonals():

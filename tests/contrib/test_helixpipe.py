@@ -48,8 +48,7 @@ def unit_plan(folds: int, ranks: int, per_rank: int, rounds: int, attention: flo
     """A plan of equal microbatches, and the time of all blocks' forwards of one microbatch on one layer."""
     unit = Unit(f"helixpipe, {per_rank}", ranks, rounds * folds * ranks)
     costs = block_costs(ranks * per_rank, 1.0, attention)
-    batch = Batch(unit.chunks, slice_groups(unit.chunks), unit.placement, unit.problem, costs)
-    (order,) = helixpipe(batch, folds)
+    (order,) = helixpipe(Batch(unit.chunks, slice_groups(unit.chunks), unit.placement, unit.problem, costs), folds)
     none = [[0] * len(unit.chunks)] * unit.problem.num_stages
     return build_plan(unit.problem, costs, Options(planner="helixpipe"), Decisions(unit.chunks, order, none)), (1 - attention)
 
@@ -104,9 +103,7 @@ def test_messages_join_blocks_and_attention_only_where_their_ranks_differ(made: 
 
 
 def test_the_plan_is_sound_cannot_hang_and_survives_json(made: Plan):
-    assert check(made) == []
-    assert blocked([lower(made)]) == []
-    assert from_json(to_json(made)) == made
+    assert (check(made), blocked([lower(made)]), from_json(to_json(made))) == ([], [], made)
 
 
 def test_lost_receives_are_found_by_the_proof(made: Plan):
@@ -126,8 +123,7 @@ def test_a_backward_of_attention_on_another_rank_than_its_forward_is_found(made:
     step = next(step for row in made.ranks for step in row if step.action == moved)
     ranks = list(without(made, moved))
     ranks[3] = (*ranks[3], step)
-    last = next(i for i, one in enumerate(ranks[0]) if one.action == Action(Op.B, 0, 0))
-    assert last == len(ranks[0]) - 1
+    assert next(i for i, one in enumerate(ranks[0]) if one.action == Action(Op.B, 0, 0)) == len(ranks[0]) - 1
     fault, *_ = check(replace(made, ranks=tuple(ranks)))
     assert "needs what 0A0 keeps on rank 1" in str(fault)
 

@@ -4,11 +4,9 @@ Units of time and memory are those of `test_schedules.py`; ``p`` are the ranks, 
 sequence.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -33,17 +31,8 @@ from megatron_epp.planner.orders.warm_up import run_ahead
 from megatron_epp.tools.layouts import layout_choice
 from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample, choose, placements_of
 from scripts.bench.orders.unit import TOKENS, Unit, unit_costs
+from tests.support.golden import assert_as_written
 from tests.support.plan.stages import stage_of
-
-GOLDEN = Path(__file__).parent.parent / "golden"
-
-
-def as_written(name: str, text: str) -> bool:
-    """Compare with a file, which ``MEGATRON_EPP_WRITE_GOLDEN=1`` writes anew."""
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("MEGATRON_EPP_WRITE_GOLDEN"):
-        path.write_text(text)
-    return text == path.read_text()
 
 
 def on_ranks(units: Sequence[float], ranks: int, cap: int = UNLIMITED_BYTES) -> Problem:
@@ -83,13 +72,12 @@ PLANNED: dict[str, tuple[Callable[[], PipelineCosts], int, Options]] = {
 def test_the_plan_of_a_few_unequal_sequences_is_as_written(name: str):
     costs_of, cap, options = PLANNED[name]
     made = plan(on_ranks(BATCH, 4, cap), costs_of(), replace(options, planner=name))
-    assert check(made) == []
-    assert blocked([lower(made)]) == []
-    assert as_written(f"order_{name}", text_of(made))
+    assert (check(made), blocked([lower(made)])) == ([], [])
+    assert_as_written(f"order_{name}", text_of(made))
 
 
 def test_the_order_of_two_sequences_in_four_slices_is_as_written():
-    assert as_written("order_1f1b-sliced_slices", to_grid(Unit("1f1b-sliced", 4, 2, slices=4).plan()))
+    assert_as_written("order_1f1b-sliced_slices", to_grid(Unit("1f1b-sliced", 4, 2, slices=4).plan()))
 
 
 @pytest.mark.parametrize(("name", "option"), [("seq1f1b", "chunk_tokens"), ("infinipipe", "slices")])
@@ -148,8 +136,7 @@ def test_chunkflows_own_order_waits_as_its_paper_says():
     for retain, share in ((2, 22 / 46), (1, 30 / 54)):
         again = recompute_all_but_last(chunks, [1] * 4, retain)
         made = build_plan(on_ranks(EXAMPLE, 4), equal(4), Options(), Decisions(chunks, order, again))
-        assert check(made) == []
-        assert idle(made) == pytest.approx(share)
+        assert (check(made), idle(made)) == ([], pytest.approx(share))
 
 
 def test_chunkflows_planner_waits_less_than_its_papers_order():
@@ -286,8 +273,7 @@ def test_partition_placement_and_order_together_wait_less_than_each_alone(m: int
     layers, both = chosen(m, split=False, placed=False), chosen(m, split=True, placed=False)
     assert layers.even_us == 12 * m + 2 + 4
     assert (layers.layout.layers, layers.makespan_us) == ((3, 1), 9 * m + 3 + 6)
-    assert both.even_us == 12 * m + 2
-    assert both.makespan_us == 9 * m + 3 + 3 - 3
+    assert (both.even_us, both.makespan_us) == (12 * m + 2, 9 * m + 3 + 3 - 3)
     moved, together = chosen(m, split=False, placed=True), chosen(m, split=True, placed=True)
     assert moved.layout.placement.num_chunks > 1
     assert 9 * m < together.makespan_us < min(both.makespan_us, moved.makespan_us) < layers.makespan_us < layers.even_us
@@ -305,7 +291,7 @@ def test_the_layout_of_the_worked_example_is_as_written():
     placed = replace(on_ranks([1] * 4, 2), placement=choice.layout.placement.rank_of)
     made = plan(placed, uneven(choice.layout), Options(split_weight=True, slices=1))
     head = f"layers {list(choice.layout.layers)} on ranks {list(choice.layout.placement.rank_of)}\n"
-    assert as_written("layout", head + to_grid(made))
+    assert_as_written("layout", head + to_grid(made))
 
 
 def optimum(name: str, p: int, memory: float, *, copies: bool = False) -> float:
@@ -325,8 +311,7 @@ def optimum(name: str, p: int, memory: float, *, copies: bool = False) -> float:
     assert found.optimal
     assert found.decisions is not None
     made = build_plan(asked, costs, options, found.decisions)
-    assert check(made) == []
-    assert blocked([lower(made)]) == []
+    assert (check(made), blocked([lower(made)])) == ([], [])
     assert max(made.predicted.peak_bytes) <= memory * TOKENS
     return made.predicted.makespan_us / TOKENS - 3 * p
 

@@ -44,8 +44,7 @@ def test_every_long_sequence_is_cut_where_the_longest_is():
     ends = [end for _, end in slices_of(chunks, 0)]
     for sequence in (1, 2):
         own = [end for _, end in slices_of(chunks, sequence)]
-        assert own[:-1] == [end for end in ends if end < WHALE[sequence]]
-        assert own[-1] == WHALE[sequence]
+        assert (own[:-1], own[-1]) == ([end for end in ends if end < WHALE[sequence]], WHALE[sequence])
 
 
 def test_a_last_slice_that_rounding_made_too_long_is_cut_again():
@@ -60,13 +59,8 @@ def test_under_a_cap_plans_are_no_slower_than_slices_of_one_size(tokens: int, ca
     made, fixed = (plan(asked, costs, Options(planner=name, chunk_tokens=cap)) for name in ("greedy", "seq1f1b"))
     assert max(map(made.padded_tokens, range(len(made.chunks)))) <= cap
     assert len(made.chunks) <= len(fixed.chunks) + 128 * stages
-    assert made.predicted.makespan_us <= fixed.predicted.makespan_us
-
-
-def test_a_million_tokens_under_a_cap_take_less_than_in_slices_of_one_size():
-    asked, costs = problem((1 << 20,), 4), pipeline(4, 2)
-    made, fixed = (plan(asked, costs, Options(planner=name, chunk_tokens=8192)) for name in ("greedy", "seq1f1b"))
-    assert made.predicted.makespan_us <= 0.995 * fixed.predicted.makespan_us
+    is_faster = (tokens, stages) == (1 << 20, 4)
+    assert made.predicted.makespan_us <= (0.995 if is_faster else 1.0) * fixed.predicted.makespan_us
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -87,8 +81,7 @@ def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(seed: int, mu
 
 def test_tail_slices_take_short_sequences_along():
     cut = chunker(WHALE)
-    chunks = cut.table(cut.grain(slices=16))
-    tails = [chunk for chunk in chunks if chunk.kind(WHALE) == "hybrid"]
+    tails = [chunk for chunk in cut.table(cut.grain(slices=16)) if chunk.kind(WHALE) == "hybrid"]
     assert {chunk.segments[0].sequence for chunk in tails} == {1, 2}
     assert all(chunk.segments[0].end == WHALE[chunk.segments[0].sequence] for chunk in tails)
 
@@ -104,8 +97,7 @@ def test_sequences_with_most_slices_come_first_and_batched_chunks_last():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_chunks_of_web_text_are_of_about_the_same_time(seed: int):
-    lengths = web_lengths(400, seed, longest=8192)
-    cut = chunker(lengths)
+    cut = chunker(web_lengths(400, seed, longest=8192))
     times = sorted(time_us(cut, chunk) for chunk in cut.table(cut.grain(chunks=48)))
     mean = sum(times) / len(times)
     assert times[-1] < 1.35 * mean
@@ -114,11 +106,8 @@ def test_chunks_of_web_text_are_of_about_the_same_time(seed: int):
 
 def items(count: int, seed: int) -> list[PackedItem]:
     draw = random.Random(seed)
-    return [
-        PackedItem(tokens + causal_pairs(0, tokens) / 500, tokens, (q,))
-        for q in range(count)
-        for tokens in [draw.randint(1, 1000)]
-    ]
+    sizes = [draw.randint(1, 1000) for _ in range(count)]
+    return [PackedItem(tokens + causal_pairs(0, tokens) / 500, tokens, (q,)) for q, tokens in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -2,27 +2,17 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_epp import planner
-from megatron_epp.plan import Action, Copy, Op, PlanError
+from megatron_epp.plan import Action, Copy, Op, PlanError, operations
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.operations import (
-    At,
-    Before,
-    Collective,
-    Need,
-    Operation,
-    OperationRows,
-    Presence,
-    of_ranks,
-    register,
-    unregister,
-)
+from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, OperationRows, Presence
 from megatron_epp.plan.proof import check
 from megatron_epp.plan.proof.deadlock import blocked
 from megatron_epp.plan.serialize import from_json, to_json
@@ -42,43 +32,31 @@ TIME_US, SPREAD_US, SUM_US, NUM_BYTES = 40.0, 15.0, 25.0, 4096
 def rows(costs, sites, work):
     """For planners: every shard takes the same time, and its buffer is gone when it ends."""
     chunks = len(work.tokens)
-    sizes = [[NUM_BYTES] * chunks for _ in sites]
-    return OperationRows(
-        [[TIME_US] * chunks for _ in sites], sizes, sizes, {SPREAD: [SPREAD_US] * chunks, SUM: [SUM_US] * chunks}
-    )
+    times_us, sizes = ([[each] * chunks for _ in sites] for each in (TIME_US, NUM_BYTES))
+    return OperationRows(times_us, sizes, sizes, {SPREAD: [SPREAD_US] * chunks, SUM: [SUM_US] * chunks})
 
 
 @contextmanager
 def defined():
-    yield register(
-        Operation(
-            op=K,
-            text="loss shard",
-            colour="#123456",
-            presence=Presence.COMPLETE,
-            sites=of_ranks,
-            needs=(Need(Op.F, At.LAST, carries=Collective(SPREAD)),),
-            before=(Before(Op.B, Need(K, At.EVERY, only=At.LAST, carries=Collective(SUM))),),
-            rows=rows,
-        )
-    )
-    unregister(K)
+    needs = (Need(Op.F, At.LAST, carries=Collective(SPREAD)),)
+    before = (Before(Op.B, Need(K, At.EVERY, only=At.LAST, carries=Collective(SUM))),)
+    named = {"op": K, "text": "loss shard", "colour": "#123456", "presence": Presence.COMPLETE, "sites": operations.of_ranks}
+    yield operations.register(Operation(**named, needs=needs, before=before, rows=rows))
+    operations.unregister(K)
 
 
 class Shards:
     """The handler: what each rank adds to a chunk's loss, and the sums that all ranks then have."""
 
-    def __init__(self, rank, num_ranks, root):
-        self.rank, self.num_ranks, self.root = rank, num_ranks, root
-        self.values, self.sums = {}, {}
+    def __init__(self, rank, root):
+        self.rank, self.root, self.values, self.sums = rank, root, {}, {}
 
     def handlers(self):
         return {K: self.run, SPREAD: self.spread, SUM: self.add}
 
     def spread(self, executor, action):
-        value = torch.tensor([100.0 * action.chunk if self.rank == self.root else -1.0])
-        dist.broadcast(value, self.root)
-        self.values[action.chunk] = value
+        self.values[action.chunk] = torch.tensor([100.0 * action.chunk if self.rank == self.root else -1.0])
+        dist.broadcast(self.values[action.chunk], self.root)
 
     def run(self, executor, action):
         with executor.recorder.action(action):
@@ -89,14 +67,14 @@ class Shards:
         self.sums[action.chunk] = float(self.values[action.chunk])
 
 
-def run_plan(rank, links, make, num_layers):
+def run_plan(rank, links, placement):
     """Run a plan with the operation on this rank; the sums, and the gradient sums of its stages."""
     from megatron_epp.contrib.demos.emulate import EmulatedRank, WaitingStage
     from megatron_epp.runtime.lowered import executor_of
 
     with defined():
-        plan = make(num_layers)
-        shards = Shards(rank, plan.num_ranks, plan.placement[-1])
+        plan = with_shards([1] * len(placement), placement)
+        shards = Shards(rank, plan.placement[-1])
         shared = EmulatedRank(plan, rank, 1.0)
         stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(plan.placement) if on == rank}
         executor_of(plan, rank, stages, links, handlers=shards.handlers()).run()
@@ -143,8 +121,7 @@ def test_planners_time_it_as_the_simulator_does_and_the_plan_is_sound(plan):
     order = [plan.actions(rank) for rank in range(plan.num_ranks)]
     assert planned_makespan_us(order, tables, [[0] * len(plan.chunks)] * 3) == line.makespan_us
     actions = [step.action for row in plan.ranks for step in row]
-    starts = dict(zip(actions, (time_us for row in line.start_us for time_us in row), strict=True))
-    ends = dict(zip(actions, (time_us for row in line.end_us for time_us in row), strict=True))
+    starts, ends = (dict(zip(actions, chain(*rows), strict=True)) for rows in (line.start_us, line.end_us))
     for chunk in range(len(plan.chunks)):
         shards = [Action(K, rank, chunk) for rank in range(plan.num_ranks)]
         assert min(starts[shard] for shard in shards) >= ends[Action(Op.F, 2, chunk)] + SPREAD_US
@@ -176,8 +153,7 @@ def test_a_collective_that_one_rank_never_launches_is_found_by_both(plan, op):
 def test_on_one_rank_a_collective_has_no_partner_to_wait_for():
     with defined():
         alone = with_shards([3])
-        assert check(alone) == []
-        assert stuck(to_json(alone), to_grid(lower(alone))) == []
+        assert (check(alone), stuck(to_json(alone), to_grid(lower(alone)))) == ([], [])
 
 
 def test_a_copy_behind_an_operation_without_a_definition_is_reported(plan):
@@ -190,16 +166,12 @@ def test_a_copy_behind_an_operation_without_a_definition_is_reported(plan):
 def test_its_handler_runs_over_gloo(placement, tmp_path):
     ranks = max(placement) + 1
     with Ranks(ranks, tmp_path) as running:
-        results = running.run(run_plan, with_placement, placement)
+        results = running.run(run_plan, placement)
     expected = {chunk: ranks * 100.0 * chunk + sum(range(1, ranks + 1)) for chunk in results[0][0]}
     assert len(expected) > 3
     for sums, events in results:
         assert sums == expected
         assert sum("B" in text for text in events) >= len(expected)
-
-
-def with_placement(placement):
-    return with_shards([1] * len(placement), placement)
 
 
 def test_a_runtime_without_its_handler_refuses_the_plan(plan):

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -67,9 +68,7 @@ def random_batch(rng):
     """Lengths and chunks: a sequence cut into slices, of which some are followed by a short one, and packed short ones."""
     length = rng.randint(20, LONGEST)
     cuts = [0, *sorted(rng.sample(range(1, length), 3)), length]
-    lengths, chunks = [length], []
-    for start, end in pairwise(cuts):
-        chunks.append([(0, start, end)])
+    lengths, chunks = [length], [[(0, start, end)] for start, end in pairwise(cuts)]
     for chunk in (*rng.sample(chunks, 2), *([] for _ in range(2))):
         for _ in range(1 if chunk else rng.randint(1, 6)):
             chunk.append((len(lengths), 0, rng.randint(1, 9)))
@@ -132,11 +131,8 @@ def test_nothing_runs_twice_but_where_forwards_are_recomputed_for_the_first_time
     assert warm.before(layouts, repeats=True) == warm.before(layouts) == 0
 
 
-def test_a_device_that_is_full_is_left_to_the_iteration(library, monkeypatch, caplog):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    library.kernel = replace(library.kernel, forward=full)
+def test_a_device_that_is_full_is_left_to_the_iteration(library, caplog):
+    library.kernel = replace(library.kernel, forward=Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with caplog.at_level("WARNING", logger="megatron_epp"):
         KernelWarmUp((HEADS,), LONGEST).before(chunk_layouts(ChunkedLayer(*random_batch(random.Random(4))).plan))
     assert "no memory to warm up attention" in caplog.text

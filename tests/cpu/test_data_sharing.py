@@ -2,7 +2,7 @@
 
 import random
 import time
-from itertools import islice
+from itertools import count, islice
 
 import pytest
 
@@ -13,7 +13,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.port.pack_plan import pack
 from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
-from tests.support.runtime.rank_processes import Ranks
+from tests.support.runtime.rank_processes import ranks_fixture
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4, 120, 64, 33]
@@ -21,35 +21,29 @@ SHAPE = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attenti
 COSTS = analytic_costs(SHAPE, CPU, [1, 1])
 
 
-def problem(lengths, cap_bytes=UNLIMITED_BYTES):
-    return Problem(lengths=lengths, placement=(0, 1), cap_bytes=(cap_bytes,) * 2)
+def problem(lengths):
+    return Problem(lengths=lengths, placement=(0, 1), cap_bytes=(UNLIMITED_BYTES,) * 2)
 
 
 def batches(rank, links, make, seed=1, depth=2):
     """This rank's batches; `make` plans on the first rank."""
     source = PlanSource(make if rank == 0 else None, links.control.from_first)
-    sampler = GlobalBatchSampler(len(LENGTHS), 4, seed=seed)
-    return PlannedBatches(MemoryDataset(LENGTHS), sampler, source, depth)
+    return PlannedBatches(MemoryDataset(LENGTHS), GlobalBatchSampler(len(LENGTHS), 4, seed=seed), source, depth)
 
 
-def expected(count, seed=1):
+def expected(number, seed=1):
     """Lengths and plan of the first batches, as one process alone makes them."""
-    sampler = GlobalBatchSampler(len(LENGTHS), 4, seed=seed)
-    batches = [tuple(LENGTHS[i] for i in indices) for indices in islice(sampler, count)]
+    drawn = islice(GlobalBatchSampler(len(LENGTHS), 4, seed=seed), number)
+    batches = [tuple(LENGTHS[i] for i in indices) for indices in drawn]
     return [(lengths, plan(problem(lengths), COSTS)) for lengths in batches]
 
 
-def take_in_turns(rank, links, count):
+def take_in_turns(rank, links, number):
     """Two streams taken alternately by ranks that dawdle at random, as training and evaluation. Returns what came."""
     planner = BackgroundPlanner(COSTS, Options()) if rank == 0 else None
-
-    def make(batch):
-        lengths = batch.lengths
-        return planner.plan(problem(lengths))
-
-    streams = [batches(rank, links, make, seed) for seed in (1, 2)]
+    streams = [batches(rank, links, lambda batch: planner.plan(problem(batch.lengths)), seed) for seed in (1, 2)]
     dawdle, taken = random.Random(rank), [[], []]
-    for turn in range(count):
+    for turn in range(number):
         for stream, mine in zip(streams, taken, strict=True):
             time.sleep(dawdle.random() / 50)
             batch = next(stream)
@@ -67,15 +61,11 @@ def packed(batch):
 
 def fail_at(rank, links, number, kind):
     """The batches that came before planning failed, and the errors of two calls after."""
-    calls = []
+    calls = count(1)
 
     def make(batch):
-        lengths = batch.lengths
-        calls.append(lengths)
-        if len(calls) == number:
-            if kind == "infeasible":
-                raise InfeasibleError("needs 12 GB")
-            raise ZeroDivisionError("a bug")
+        if next(calls) == number:
+            raise InfeasibleError("needs 12 GB") if kind == "infeasible" else ZeroDivisionError("a bug")
         return packed(batch)
 
     stream, came, errors = batches(rank, links, make), [], []
@@ -98,10 +88,7 @@ def disagree(rank, links):
 NUM_RANKS = 3
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    with Ranks(NUM_RANKS, tmp_path_factory.mktemp("ranks")) as job:
-        yield job
+ranks = ranks_fixture(NUM_RANKS)
 
 
 def test_every_rank_gets_every_plan_in_the_order_of_its_batches(ranks):

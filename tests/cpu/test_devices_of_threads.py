@@ -88,13 +88,11 @@ def test_a_batch_that_is_prepared_ahead_is_uploaded_to_the_ranks_device(audit, m
     upload = uploader(audit, monkeypatch)
     plan = plan_of([5, 4], [[(0, 0, 5)], [(1, 0, 4)]])
 
-    def make(batch):
-        return (pack(plan, 1.0, (0, 1)),)
-
     def ready(batch, actions):
         return replace(prepare(plan, 0), upload=upload.begin([torch.zeros(3)]))
 
-    batches = PlannedBatches(MemoryDataset([5, 4]), [(0, 1)], PlanSource(make, prepare=ready))
+    source = PlanSource(lambda batch: (pack(plan, 1.0, (0, 1)),), prepare=ready)
+    batches = PlannedBatches(MemoryDataset([5, 4]), [(0, 1)], source)
     program = next(batches).prepared
     batches.close()
     (thread,) = (name for name in audit.seen if name.startswith("epp-prepare"))

@@ -122,8 +122,7 @@ def misfit(call, names):
         return f"unknown: {', '.join(sorted(unknown))}"
     if twice := set(call.keywords) & set(by_position[: call.positional]):
         return f"twice: {', '.join(sorted(twice))}"
-    needed = {name.strip("*") for name in names if not name.endswith("=")}
-    missing = needed - given if call.is_complete else ()
+    missing = {name.strip("*") for name in names if not name.endswith("=")} - given if call.is_complete else ()
     return f"missing: {', '.join(sorted(missing))}" if missing else ""
 
 

@@ -33,16 +33,11 @@ def test_every_part_is_measured_at_every_point(gated, rotates):
     shape = replace(SHAPE, gated_mlp=gated, rotates=rotates)
     seen = []
     points = measure(shape, torch.device("cpu"), GRID, seen.append)
-    assert set(points) == KINDS
-    assert seen == [*("linear", "attention", "loss", "embedding") * 3, "host copy"]
+    assert (set(points), seen) == (KINDS, [*("linear", "attention", "loss", "embedding") * 3, "host copy"])
     assert all(point.time_us > 0 for some in points.values() for point in some)
     assert [p.tokens for p in points["linear forward"]] == [16, 64]
-    assert [(p.tokens, p.pairs) for p in points["attention backward"]] == [
-        (16, 16 * 17 / 2),
-        (16, 16 * 32 + 16 * 17 / 2),
-        (64, 64 * 65 / 2),
-        (64, 64 * 32 + 64 * 65 / 2),
-    ]
+    expected = [(n, n * prefix + n * (n + 1) / 2) for n in GRID.tokens for prefix in GRID.prefixes]
+    assert [(p.tokens, p.pairs) for p in points["attention backward"]] == expected
     profile = fit_profile(points, shape, CPU, "here", {})
     assert profile.layer.forward.time_us(64, 2080) > 0
     assert profile.layer.backward.time_us(64, 2080) > profile.layer.weight.time_us(64, 0) > 0
@@ -63,8 +58,7 @@ def test_the_command_writes_a_profile_that_plans(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "attention forward" in out
     assert "message" in out
-    profile = Profile.from_json(path.read_text())
-    origin = profile.origin
+    origin = Profile.from_json(path.read_text()).origin
     assert origin["source"] == "measured"
     assert {"machine", "date", "versions", "shape", "residuals", "points"} <= set(origin)
     assert torch.__version__.startswith(origin["versions"]["torch"])

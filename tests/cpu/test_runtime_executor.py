@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,13 +17,8 @@ from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import RunError
 from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.watchdog import Watchdog
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.plain_stage import PlainStage, parameters_of, stages_of
 from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv, one_rank, one_rank_two_stages, two_ranks
-
-
-def stages_of(plan, kind=PlainStage):
-    batch = batch_of(plan)
-    return {stage: kind(build_part(plan.num_layers, stage), batch) for stage in range(plan.num_stages)}
 
 
 class FaultyStage(PlainStage):
@@ -35,7 +31,7 @@ class FaultyStage(PlainStage):
 
 
 def faulty(plan, fault):
-    stages = stages_of(plan, FaultyStage)
+    stages = stages_of(plan, kind=FaultyStage)
     stages[0].fault = fault
     return stages
 
@@ -79,12 +75,9 @@ def test_what_the_plan_needs_and_the_rank_lacks_is_refused(plan, stages, said):
     ids=["any", "our own"],
 )
 def test_a_failing_action_is_named_with_its_rank_and_the_grid(error, said):
-    def fail():
-        raise error
-
     plan = one_rank()
     with pytest.raises(RunError) as failure:
-        executor_of(plan, 0, faulty(plan, fail)).run()
+        executor_of(plan, 0, faulty(plan, Mock(side_effect=error))).run()
     assert str(failure.value) == f"pipeline rank 0, step 1, action 0F1 failed: {said}\n{to_grid(plan)}"
     assert failure.value.__cause__ is error
 
@@ -104,12 +97,11 @@ def test_a_stage_that_gives_its_input_no_gradient_is_found_out():
 
     plan = one_rank_two_stages()
     with pytest.raises(RunError, match="action 1B1 failed: stage 1 gave its input no gradient"):
-        executor_of(plan, 0, stages_of(plan, Cut)).run()
+        executor_of(plan, 0, stages_of(plan, kind=Cut)).run()
 
 
 def test_a_hanging_action_is_named():
-    expired = threading.Event()
-    messages = []
+    expired, messages = threading.Event(), []
 
     def on_expiry(message):
         messages.append(message)
@@ -148,22 +140,19 @@ class CountingStage(PlainStage):
 
 def test_inputs_and_outputs_live_from_forward_to_backward_and_no_longer():
     plan = one_rank_two_stages()
-    stages = stages_of(plan, CountingStage)
-    executor = executor_of(plan, 0, stages)
-    executor.run()
-    expected = {"F0": set(), "F1": {0}, "B1": {0, 1}, "F2": {0}, "B2": {0, 2}, "B0": {0}}
-    assert stages[1].alive == expected
+    stages = stages_of(plan, kind=CountingStage)
+    executor_of(plan, 0, stages).run()
+    assert stages[1].alive == {"F0": set(), "F1": {0}, "B1": {0, 1}, "F2": {0}, "B2": {0, 2}, "B0": {0}}
     assert stages[0].alive == {"F0": set(), "F1": {0}, "B1": {0, 1}, "F2": {0}, "B0": {0, 2}, "B2": {2}}
     assert not any(tensor() is not None for stage in stages.values() for _, tensor in stage._tensors)
 
 
 def test_an_executor_that_has_run_is_gone_without_the_garbage_collector():
-    plan = one_rank()
-    stage = PlainStage(build_part((1,), 0), batch_of(plan))
-    collects = gc.isenabled()
+    plan, collects = one_rank(), gc.isenabled()
+    stages = stages_of(plan)
     gc.disable()
     try:
-        executor = executor_of(plan, 0, {0: stage})
+        executor = executor_of(plan, 0, stages)
         executor.run()
         ended = weakref.ref(executor)
         del executor
@@ -177,7 +166,7 @@ def test_evaluation_drops_everything_at_once_and_builds_no_graph():
     plan = by_hand(
         ["0F0 1F0 0F1 1F1 0F2 1F2"], [[(0, 0, 9)], [(0, 9, 14), (1, 0, 3)], [(2, 0, 6)]], placement=(0, 0), forward_only=True
     )
-    stages = stages_of(plan, CountingStage)
+    stages = stages_of(plan, kind=CountingStage)
     with SavedTensors() as meter:
         executor_of(plan, 0, stages).run()
     assert meter.peak_bytes == 0
@@ -201,8 +190,8 @@ class UntrainedStage(CountingStage):
 
 def test_stages_before_the_first_that_trains_keep_nothing_and_pass_their_backwards_on():
     plan = one_rank_two_stages()
-    stages = stages_of(plan, CountingStage) | {0: stages_of(plan, UntrainedStage)[0]}
-    with SavedTensors(parameter for stage in stages.values() for parameter in stage.part.parameters()) as meter:
+    stages = stages_of(plan, kind=CountingStage) | {0: stages_of(plan, kind=UntrainedStage)[0]}
+    with SavedTensors(parameters_of(stages)) as meter:
         executor_of(plan, 0, stages).run()
         of_both = meter.peak_bytes
     assert all(parameter.grad is None for parameter in stages[0].part.parameters())
@@ -210,6 +199,6 @@ def test_stages_before_the_first_that_trains_keep_nothing_and_pass_their_backwar
     executor_of(plan, 0, expected).run()
     for ours, theirs in zip(stages[1].part.parameters(), expected[1].part.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-    with SavedTensors(parameter for stage in expected.values() for parameter in stage.part.parameters()) as meter:
+    with SavedTensors(parameters_of(expected)) as meter:
         executor_of(plan, 0, stages_of(plan)).run()
     assert 0 < of_both < meter.peak_bytes

@@ -24,30 +24,25 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 @given(st.randoms(use_true_random=False), st.sampled_from([10 * KIB, 3 * MIB, 90 * MIB]))
 def test_whatever_comes_and_goes_the_most_that_was_there_at_once_is_enough(rng, largest):
     sizes = [rng.randint(1, largest) for _ in range(40)]
-    steps, here = [], []  # numbers that come, or go
-    for number in range(len(sizes)):
+    steps, here, level, most = [], [], 0, 0  # numbers that come, or go
+    for number, size in enumerate(sizes):
         steps.append(number)
         here.append(number)
+        level += in_units(size)
+        most = max(most, level)
         while here and rng.random() < 0.45:
             steps.append(here.pop(rng.randrange(len(here))))
-    levels, seen = [0], set()
-    for number in steps:
-        levels.append(levels[-1] + in_units(sizes[number]) * (-1 if number in seen else 1))
-        seen.add(number)
-    host, regions = HostMemory(CPU, max(levels)), {}
+            level -= in_units(sizes[steps[-1]])
+    host, regions = HostMemory(CPU, most), {}
     for _ in range(2):
-        for number in steps:
+        for number in (*steps, *here):
             if number in regions:
                 regions.pop(number).give_back()
             else:
                 regions[number] = Region(host)
                 regions[number].reserve(sizes[number])
-        for region in regions.values():
-            region.give_back()
-        regions.clear()
-    assert host.held_bytes == 0
-    assert host.held_peak_bytes == max(levels)
-    assert host.allocated_bytes <= max(levels)
+    assert (host.held_bytes, host.held_peak_bytes) == (0, most)
+    assert host.allocated_bytes <= most
 
 
 @given(st.randoms(use_true_random=False))
@@ -56,18 +51,16 @@ def test_what_lies_in_parts_comes_back_whole_and_nobody_writes_over_it(rng):
     for number in range(60):
         size = rng.randint(1, 9 * KIB)
         if host.held_bytes + in_units(size) <= host.cap_bytes:
-            made = torch.randint(0, 256, (size,), dtype=torch.uint8)
-            region, cut = Region(host), rng.randint(0, size)
-            places = region.reserve(cut), region.reserve(size - cut)
-            for start, part in zip(places, (made[:cut], made[cut:]), strict=True):
-                for device, kv_offload_host_bytes in region.pairs(start, part):
-                    kv_offload_host_bytes.copy_(device)
+            made, region, cut = torch.randint(0, 256, (size,), dtype=torch.uint8), Region(host), rng.randint(0, size)
+            for part in (made[:cut], made[cut:]):
+                for device, memory in region.pairs(region.reserve(len(part)), part):
+                    memory.copy_(device)
             here[number] = made, region
         elif here:
             made, region = here.pop(rng.choice(sorted(here)))
             back = torch.empty_like(made)
-            for device, kv_offload_host_bytes in region.pairs(0, back):
-                device.copy_(kv_offload_host_bytes)
+            for device, memory in region.pairs(0, back):
+                device.copy_(memory)
             assert torch.equal(back, made)
             region.give_back()
 
@@ -78,8 +71,7 @@ def test_pages_are_kept_and_no_larger_than_the_cap_lets_them_be():
     assert host.allocated_bytes == 32 * MIB
     host.give_back(spans)
     host.give_back(host.take(100 * MIB + 3 * KIB))
-    assert host.allocated_bytes == 100 * MIB + 3 * KIB
-    assert len(host.take(32 * MIB)) == 1
+    assert (host.allocated_bytes, len(host.take(32 * MIB))) == (100 * MIB + 3 * KIB, 1)
     assert host.allocated_bytes == 100 * MIB + 3 * KIB
 
 
@@ -119,12 +111,10 @@ def moving(copy, size, sizes):
 def replay(plan, rank, host):
     """All that a run of a rank takes at a host and gives back there, in the order of the run."""
     copies = {copy.action: copy for copy in plan.copies[rank]} if plan.copies else {}
-    entries = {entry[:2]: entry for entry in plan.kv_offload}
-    changes = {}
+    entries, changes, away, caches = {entry[:2]: entry for entry in plan.kv_offload}, {}, {}, {}
     for key, entry in entries.items():
         for action, at_end, _ in kv_offload_changes([entry], slices_of(plan), plan.forward_only):
             changes.setdefault(action, []).append((at_end, key))
-    away, caches = {}, {}
     for action in lower(plan)[rank]:
         if action.op is Op.O:
             away[action[1:]] = Region(host)
@@ -148,15 +138,10 @@ def test_plans_that_fit_the_host_run_in_it_to_the_byte(seed):
     draw = random.Random(seed)
     lengths = [draw.randint(40, 90), draw.randint(30, 60), *(draw.randint(1, 30) for _ in range(draw.randint(1, 6)))]
     plan = offloading_kv(offloading(planned(lengths, (2, 2), slices=draw.randint(3, 8)), 0.5))
-    copies = tuple(
-        tuple(moving(copy, draw.randint(1, 70 * MIB), sizes) for copy in row) for row in plan.copies for sizes in [{}]
-    )
-    entries = tuple(
-        entry._replace(cache_bytes=draw.randint(1, GIB), gradient_bytes=draw.randint(1, GIB)) for entry in plan.kv_offload
-    )
-    plan = replace(plan, copies=copies, kv_offload=entries)
-    peaks = host_peak_bytes(plan)
-    for rank, peak in enumerate(peaks):
+    copies = [tuple(moving(copy, draw.randint(1, 70 * MIB), sizes) for copy in row) for row in plan.copies for sizes in [{}]]
+    entries = [one._replace(cache_bytes=draw.randint(1, GIB), gradient_bytes=draw.randint(1, GIB)) for one in plan.kv_offload]
+    plan = replace(plan, copies=tuple(copies), kv_offload=tuple(entries))
+    for rank, peak in enumerate(host_peak_bytes(plan)):
         host = HostMemory(CPU, peak)
         for _ in range(3):
             replay(plan, rank, host)
@@ -169,45 +154,37 @@ MACHINE_BYTES = 1000
 UNLIMITED_V1 = 9223372036854771712
 
 
-@pytest.fixture
-def limit(tmp_path):
-    """The limit and where it is, for lines of /proc/self/cgroup and files below /sys/fs/cgroup."""
-
-    def look(membership, files):
-        (tmp_path / "groups").mkdir()
-        for name, text in files.items():
-            path = tmp_path / "groups" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{text}\n")
-        (tmp_path / "self").write_text(membership)
-        found, source = host_limit(tmp_path / "groups", tmp_path / "self", MACHINE_BYTES)
-        return found, source.removeprefix(f"{tmp_path / 'groups'}/")
-
-    return look
+def put(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{text}\n")
 
 
 @pytest.mark.parametrize(
     ("membership", "files", "expected"),
     [
-        ("0::/\n", {}, (1000, MACHINE)),
-        ("0::/\n", {"memory.max": "max"}, (1000, MACHINE)),
-        ("0::/\n", {"memory.max": 600}, (600, "memory.max")),
-        ("0::/\n", {"memory.max": 6000}, (1000, MACHINE)),
+        ("0::/", {}, (1000, MACHINE)),
+        ("0::/", {"memory.max": "max"}, (1000, MACHINE)),
+        ("0::/", {"memory.max": 600}, (600, "memory.max")),
+        ("0::/", {"memory.max": 6000}, (1000, MACHINE)),
         (
-            "0::/slurm/job_7/step_0\n",
+            "0::/slurm/job_7/step_0",
             {"slurm/job_7/step_0/memory.max": "max", "slurm/job_7/memory.max": 400, "slurm/memory.max": 800},
             (400, "slurm/job_7/memory.max"),
         ),
         (
-            "9:cpu,cpuacct:/a\n4:memory:/slurm/job_7\n0::/\n",
+            "9:cpu,cpuacct:/a\n4:memory:/slurm/job_7\n0::/",
             {"memory/slurm/job_7/memory.limit_in_bytes": 300, "memory/memory.limit_in_bytes": UNLIMITED_V1},
             (300, "memory/slurm/job_7/memory.limit_in_bytes"),
         ),
-        ("4:memory:/docker/of/the/host\n", {"memory/memory.limit_in_bytes": 200}, (200, "memory/memory.limit_in_bytes")),
+        ("4:memory:/docker/of/the/host", {"memory/memory.limit_in_bytes": 200}, (200, "memory/memory.limit_in_bytes")),
     ],
 )
-def test_the_least_limit_counts_wherever_it_is(limit, membership, files, expected):
-    assert limit(membership, files) == expected
+def test_the_least_limit_counts_wherever_it_is(tmp_path, membership, files, expected):
+    """For lines of /proc/self/cgroup and files below /sys/fs/cgroup."""
+    put(tmp_path, {"self": membership} | {f"groups/{name}": text for name, text in files.items()})
+    found, source = host_limit(tmp_path / "groups", tmp_path / "self", MACHINE_BYTES)
+    assert (found, source.removeprefix(f"{tmp_path / 'groups'}/")) == expected
 
 
 def test_where_there_are_no_control_groups_the_machine_has_what_it_has(tmp_path):
@@ -220,15 +197,8 @@ ADDRESS = "0000:dc:00.0"
 @pytest.fixture
 def sysfs(tmp_path):
     """A machine of two nodes, with a GPU on the second and another device on none."""
-    for name, text in {
-        f"bus/pci/devices/{ADDRESS}/numa_node": "1\n",
-        "bus/pci/devices/0000:01:00.0/numa_node": "-1\n",
-        "devices/system/node/node0/cpulist": "0-1,4-5\n",
-        "devices/system/node/node1/cpulist": "2-3,6\n",
-    }.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
+    devices = {f"bus/pci/devices/{ADDRESS}/numa_node": 1, "bus/pci/devices/0000:01:00.0/numa_node": -1}
+    put(tmp_path, devices | {f"devices/system/node/node{at}/cpulist": ids for at, ids in enumerate(("0-1,4-5", "2-3,6"))})
     return tmp_path
 
 

@@ -14,18 +14,12 @@ from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, base
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, SliceView
+from tests.support.runtime import runtime_plans
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.late_host import LATE_HOSTS, late_host
 from tests.support.runtime.plain_stage import run_plan
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
-from tests.support.runtime.runtime_plans import (
-    by_hand,
-    offloading,
-    offloading_kv,
-    one_rank,
-    one_rank_split,
-    one_rank_two_stages,
-)
+from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
 from tests.support.seeds import spread_by_default
 
 CPU = torch.device("cpu")
@@ -42,6 +36,7 @@ CASES = {
 }
 
 
+PIECE = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
 HOSTS = {"at once": lambda: HostMemory(CPU, 1 << 30), **LATE_HOSTS}
 
 
@@ -103,13 +98,9 @@ def test_layers_of_another_sequence_wait_for_the_buffers_that_still_leave(make_h
 
 @pytest.mark.parametrize("layers", [1, 2, 6])
 def test_the_device_holds_two_pieces_in_forward_and_three_in_backward_however_many_layers_there_are(layers):
-    layer = ChunkedLayer(*CASES["one"], layers=layers)
-    host = HostMemory(CPU, 1 << 30)
-    piece = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
-    assert run(layer, host) == [2 * piece] * 4 + [3 * piece] * 4
-    assert layer.kv_cache.num_bytes == 0
-    assert host.held_bytes == 0
-    assert host.held_peak_bytes == in_units(2 * layer.cache_bytes())
+    layer, host = ChunkedLayer(*CASES["one"], layers=layers), HostMemory(CPU, 1 << 30)
+    assert (run(layer, host), layer.kv_cache.num_bytes) == ([2 * PIECE] * 4 + [3 * PIECE] * 4, 0)
+    assert (host.held_bytes, host.held_peak_bytes) == (0, in_units(2 * layer.cache_bytes()))
 
 
 def test_an_action_has_its_buffers_from_its_start_as_plans_count_them():
@@ -119,27 +110,21 @@ def test_an_action_has_its_buffers_from_its_start_as_plans_count_them():
     for c, context in enumerate(layer.contexts):
         with kv_cache.running(context.view, False):
             layer.forward(c)
-    piece = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
-    with kv_cache.running(view, True):
-        assert kv_cache.num_bytes == 3 * piece
-    with kv_cache.running(view, False):
-        assert kv_cache.num_bytes == 2 * piece
+    for is_backward, pieces in ((True, 3), (False, 2)):
+        with kv_cache.running(view, is_backward):
+            assert kv_cache.num_bytes == pieces * PIECE
 
 
-def test_what_comes_next_is_on_its_way_before_it_is_asked_for():
-    host = late_host()
-    layer = ChunkedLayer(*CASES["one"], layers=LAYERS)
-    unforeseen = []
-    take = PieceReader.take
+def test_what_comes_next_is_on_its_way_before_it_is_asked_for(monkeypatch):
+    unforeseen, take = [], PieceReader.take
 
     def watched(self, use):
         if use.num_rows and (self._coming is None or self._coming[0] != use) and self._held != use.group:
             unforeseen.append(use)
         return take(self, use)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PieceReader, "take", watched)
-        run(layer, host, "recomputed")
+    monkeypatch.setattr(PieceReader, "take", watched)
+    run(ChunkedLayer(*CASES["one"], layers=LAYERS), late_host(), "recomputed")
     assert not unforeseen
 
 
@@ -164,10 +149,8 @@ def test_slices_out_of_order_and_caches_left_over_are_refused(host):
     for c in (1, 2):
         with kv_cache.running(views[c], False):
             layer.forward(c)
-    with (
-        kv_cache.running(views[1], True),
-        pytest.raises(KVCacheError, match="backward at token 4 comes before that of the last"),
-    ):
+    early = pytest.raises(KVCacheError, match="backward at token 4 comes before that of the last")
+    with kv_cache.running(views[1], True), early:
         layer.backward(1)
     with pytest.raises(KVCacheError, match=r"caches of \(layer, sequence\) \[\(0, 0\)\] were never freed"):
         kv_cache.assert_empty()
@@ -175,7 +158,7 @@ def test_slices_out_of_order_and_caches_left_over_are_refused(host):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recompute_layers", [0, 1, 2])
-@pytest.mark.parametrize("make", [one_rank, one_rank_split, one_rank_two_stages])
+@pytest.mark.parametrize("make", [runtime_plans.one_rank, runtime_plans.one_rank_split, runtime_plans.one_rank_two_stages])
 def test_a_plan_runs_alike_with_all_or_some_of_its_stages_hosted_and_with_copies_beside(make, recompute_layers, reentrant):
     plan = make(recompute_layers=recompute_layers)
     _, found = same_gradients(plan, offloading_kv(plan), reentrant=reentrant)

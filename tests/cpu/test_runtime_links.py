@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
@@ -30,9 +30,10 @@ from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.tools.machine import queue_check
 from megatron_epp.tools.machine.queue_check import EchoStage, check_queues, queue_plans, run_rank
+from tests.support.calls import refusal
 from tests.support.runtime.launch_recorder import RecordedStage, record
 from tests.support.runtime.plain_stage import HIDDEN
-from tests.support.runtime.rank_processes import Ranks
+from tests.support.runtime.rank_processes import ranks_fixture
 from tests.support.runtime.runtime_plans import looped, planned, v_shape
 
 LOOPED = directions((0, 1, 0, 1))
@@ -42,8 +43,7 @@ LOOPED = directions((0, 1, 0, 1))
 def strided_and_released(rank, links):
     """Rank 0 sends two tensors, one transposed, and lets go of the second's storage before that is received."""
     if rank == 0:
-        square = torch.arange(6.0).reshape(2, 3)
-        links.send(square.t(), peer=1, gradient=False)
+        links.send(torch.arange(6.0).reshape(2, 3).t(), peer=1, gradient=False)
         whole = torch.arange(1000.0)
         links.send(whole, peer=1, gradient=False)
         whole.data = torch.empty(1)
@@ -75,9 +75,8 @@ def made(rank, links, several_stages):
 
     def create(ranks, timeout, backend, pg_options):
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
-        made.append(
-            (tuple(ranks), backend, pg_options, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-        )
+        own = group._get_backend(torch.device("cpu")).options
+        made.append((tuple(ranks), backend, pg_options, own._timeout.total_seconds()))
         return group
 
     groups = Groups(timedelta(seconds=77), create)
@@ -120,16 +119,13 @@ def in_slots(rank, links):
     slots, cpu, received = {Direction(0, 1, False): 2, Direction(1, 0, True): 2}, torch.device("cpu"), {}
     links.open_slots(slots, 3 * 8, cpu)
     storages = [slot.data_ptr() for ring in links._rings.values() for slot in ring.free]
-    for first in range(0, 8, 2):
-        posted = [
-            links.post_receive((1 + i % 3,), torch.float64, cpu, 1 - rank, gradient=rank == 0) for i in (first, first + 1)
-        ]
-        for i in (first, first + 1):
+    for pair in ((first, first + 1) for first in range(0, 8, 2)):
+        posted = [links.post_receive((1 + i % 3,), torch.float64, cpu, 1 - rank, gradient=rank == 0) for i in pair]
+        for i in pair:
             tensor = torch.full((1 + i % 3,), 100.0 * rank + i, dtype=torch.float64)
             links.send(tensor, 1 - rank, gradient=rank == 1)
             tensor.zero_()  # it was copied
-        for i in (first + 1, first):
-            received[i] = posted[i - first].wait()
+        received |= {i: receive.wait() for i, receive in reversed([*zip(pair, posted, strict=True)])}
     links.finish_sends()
     links.open_slots(slots, 3 * 8, cpu)
     assert sorted(storages) == sorted(slot.data_ptr() for ring in links._rings.values() for slot in ring.free)
@@ -140,21 +136,14 @@ def in_slots(rank, links):
 
 def without_slots(rank, links):
     """Errors of a message that is too large for its slot, and of one that finds no slot."""
-    cpu, told = torch.device("cpu"), []
+    cpu = torch.device("cpu")
     links.open_slots({Direction(1 - rank, rank, False): 1}, 8, cpu)
-    for _ in range(2):
-        try:
-            links.post_receive((3,), torch.float32, cpu, 1 - rank, gradient=False)
-        except EppError as error:
-            told.append(str(error))
+    told = tuple(refusal(links.post_receive, (3,), torch.float32, cpu, 1 - rank, gradient=False) for _ in range(2))
     links.open_slots({}, 1, cpu)
-    return tuple(told)
+    return told
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as job:
-        yield job
+ranks = ranks_fixture(2)
 
 
 def test_strides_are_no_matter_and_the_sender_may_drop_its_tensor_at_once(ranks):
@@ -179,8 +168,7 @@ def test_every_group_spans_the_pipeline_with_the_time_limit_and_those_of_message
 def test_at_start_up_every_way_is_used_once_in_one_order_and_both_ranks_may_then_send_before_they_receive(ranks):
     (first, after), (second, _) = ranks.run(meet, False)
     assert first == [("sent", [0], 1, "activations"), ("heard", [1], 1, "gradients")]
-    assert second == [("heard", [0], 0, "activations"), ("sent", [1], 0, "gradients")]
-    assert after == 1.0
+    assert (second, after) == ([("heard", [0], 0, "activations"), ("sent", [1], 0, "gradients")], 1.0)
 
 
 def test_where_ranks_have_several_stages_all_communicators_are_used(ranks):
@@ -190,13 +178,12 @@ def test_where_ranks_have_several_stages_all_communicators_are_used(ranks):
     assert [kind for kind, *_ in first] == ["sent", "heard", "heard", "sent"]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_whose_messages_would_share_a_communicator_are_refused(monkeypatch, num_ranks):
+def test_ranks_whose_messages_would_share_a_communicator_are_refused(monkeypatch):
     """With a bound device, NCCL's groups have one for all ranks; two ranks need no more."""
     monkeypatch.setattr(links.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id="cuda:1")))
-    expected = pytest.raises(EppError, match="device_id=cuda:1") if num_ranks > 2 else nullcontext()
-    with expected:
-        links._check_pairs(num_ranks)
+    links._check_pairs(2)
+    with pytest.raises(EppError, match="device_id=cuda:1"):
+        links._check_pairs(3)
 
 
 PLACEMENTS = [
@@ -221,8 +208,7 @@ def test_ranks_that_block_until_their_peer_is_there_all_get_through_side_by_side
         assert met, f"ranks wait in a circle: {heads}"
         for rank in {rank for way in met for rank in way[:2]}:
             todo[rank].pop(0)
-    of_pair = max(Counter(tuple(sorted(way[:2])) for way in used).values(), default=0)
-    assert rounds <= 3 * of_pair
+    assert rounds <= 3 * max(Counter(tuple(sorted(way[:2])) for way in used).values(), default=0)
 
 
 @pytest.mark.parametrize("plan", [planned((30, 4, 9), (1,) * 4), v_shape(), looped()])
@@ -250,9 +236,8 @@ def with_a_silent_rank(rank, plans, width, gpus, limit_s, folder):
     last = dist.get_world_size() - 1
     if rank < last:
         return run_rank(rank, plans, width, gpus, limit_s, folder)
-    links = Links.create(
-        range(last + 1), range(last + 1), Groups(timedelta(seconds=60)), directions(*(one.placement for one in plans))
-    )
+    every, used = range(last + 1), directions(*(one.placement for one in plans))
+    links = Links.create(every, every, Groups(timedelta(seconds=60)), used)
     links.connect(torch.device("cpu"))
     links.control.from_each(None)
     time.sleep(60)  # it is killed when the others have ended
@@ -265,8 +250,7 @@ TABLE = SegmentTable.build(Chunk((Segment(0, 0, 3),)), 3)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_its_plans_are_sound_and_hold_slices(ranks):
     for plan in queue_plans(ranks).values():
-        assert check(plan) == []
-        assert plan.num_ranks == ranks
+        assert (check(plan), plan.num_ranks) == ([], ranks)
         assert any(chunk.slice_of(plan.lengths) for chunk in plan.chunks)
 
 
@@ -416,9 +400,7 @@ class MessageMemory:
                 block.held_from = len(self.log.launches)
             return message
 
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(Links, "send", noted_send))
-            stack.enter_context(patch.object(Receive, "wait", noted_wait))
+        with patch.object(Links, "send", noted_send), patch.object(Receive, "wait", noted_wait):
             yield
 
 

@@ -3,11 +3,11 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ from megatron_epp.plan.sizing import loss_workspace_bytes
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.loss import kernels as loss_kernels
 from megatron_epp.runtime.loss import token_blocks
-from megatron_epp.runtime.loss import token_blocks as block_loss
 from megatron_epp.runtime.loss.kernels import LIGER, LossCase
 from megatron_epp.runtime.loss.token_blocks import Head, block_losses, block_values
+from tests.support.calls import run_python
 from tests.support.package_index import release
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.block_loss_runs import (
@@ -32,7 +32,7 @@ from tests.support.runtime.block_loss_runs import (
     problem,
     shared_values,
 )
-from tests.support.runtime.rank_processes import Ranks
+from tests.support.runtime.rank_processes import ranks_fixture
 
 ON_GPU = LossCase("cuda", torch.bfloat16, 1000)
 WEIGHTS = {"masked": [0.0, 1.0], "of any size": [0.3, 0.0, -1.7, 2.9, 1.0]}
@@ -56,17 +56,11 @@ def of_tokens(kind, tokens):
     return torch.tensor(WEIGHTS[kind]).repeat(tokens)[:tokens]
 
 
-def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeypatch):
+def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played):
     played(exact_kernel())
-    case = LossCase("cpu", torch.float32, 50)
-
-    def no_memory(kernel, case):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-    with monkeypatch.context() as full:
-        full.setattr(loss_kernels, "errors", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            loss_kernels.explain(case)
+    case, no_memory = LossCase("cpu", torch.float32, 50), torch.OutOfMemoryError("CUDA out of memory.")
+    with patch.object(loss_kernels, "errors", side_effect=no_memory), pytest.raises(torch.OutOfMemoryError):
+        loss_kernels.explain(case)
     assert loss_kernels.explain(case) == (loss_kernels.LIGER, "")
 
 
@@ -89,11 +83,8 @@ def test_with_a_kernel_losses_and_gradients_are_those_of_plain_cross_entropy(pla
 def test_a_kernel_keeps_nothing_of_a_token_but_its_label(played):
     played(exact_kernel())
     x, weight, labels = problem(tokens=11)
-    node = block_losses(x, x, weight, labels, Head(4)).grad_fn.next_functions[0][0]
-    assert [t if t is None else t.data_ptr() for t in node.saved_tensors] == [
-        *(t.data_ptr() for t in (x, weight, labels)),
-        None,
-    ]
+    *kept, last = block_losses(x, x, weight, labels, Head(4)).grad_fn.next_functions[0][0].saved_tensors
+    assert ([t.data_ptr() for t in kept], last) == ([t.data_ptr() for t in (x, weight, labels)], None)
 
 
 @pytest.mark.parametrize(("kind", "coarser"), [("masked", 1.0), ("of any size", 1.15)])
@@ -116,7 +107,7 @@ def test_with_a_kernel_logits_and_their_gradient_take_their_own_size(monkeypatch
     grad = of_tokens("masked", tokens)
     beside = 64 * tokens + 2 * tokens * width  # a few numbers of every token, and the input's gradient
     in_place = exact_kernel(lambda logits, labels: torch.zeros(len(logits)), lambda logits, labels: logits.zero_())
-    monkeypatch.setattr(block_loss, "explain", lambda case: (in_place, ""))
+    monkeypatch.setattr(token_blocks, "explain", lambda case: (in_place, ""))
     peak = peak_bytes_of(lambda: block_losses(x, x, weight, labels, Head(block)).backward(grad))
     workspace = loss_workspace_bytes(block, entries, width, 2, in_place=True)
     assert 0.7 * workspace < peak < 1.02 * workspace + beside
@@ -191,9 +182,9 @@ def test_releases_of_liger_are_told_by_what_their_kernel_takes(monkeypatch, name
 
 
 def test_a_liger_that_is_not_installed_or_has_no_such_kernel_is_named_with_what_to_install(monkeypatch):
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for module in (None, types.ModuleType("cross_entropy")):
-        monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
-        monkeypatch.setitem(sys.modules, "liger_kernel.ops", types.ModuleType("liger_kernel.ops"))
         monkeypatch.setitem(sys.modules, "liger_kernel.ops.cross_entropy", module)
         assert "pip install 'megatron-epp[liger]'" in LIGER.obstacle(ON_GPU)
 
@@ -211,19 +202,13 @@ def test_the_kernel_gets_what_it_takes_and_no_more(monkeypatch):
     assert (forward["HAS_GRADIENTS"], backward["HAS_GRADIENTS"]) == (False, True)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which torch for Linux on the package index brings"
-)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which torch for Linux on PyPI brings")
 @pytest.mark.parametrize("version", [pytest.param("0.6.3", marks=pytest.mark.slow), "0.8.5"])  # the older one's arguments
 def test_ligers_own_kernel_gives_exact_losses_and_gradients_in_tritons_interpreter(version):
     """Numbers of the real kernel without a GPU, in a process of its own: Triton asks for its interpreter at its import."""
-    path = [
-        str(release("liger-kernel", version, Path(sys.prefix) / "liger-releases")),
-        *filter(None, [os.getenv("PYTHONPATH")]),
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, "-m", "tests.support.runtime.liger_worker"]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    path = os.pathsep.join([str(release("liger-kernel", version, Path(sys.prefix) / "liger-releases")), *sys.path])
+    program = "import runpy; runpy.run_module('tests.support.runtime.liger_worker', run_name='__main__')"
+    finished = run_python(program, TRITON_INTERPRET="1", PYTHONPATH=path)
     assert finished.returncode == 0, finished.stderr
 
 
@@ -315,17 +300,12 @@ def test_the_workspace_is_what_there_is_beside_inputs_and_their_gradients(dtype)
     workspace = loss_workspace_bytes(block, entries, width, dtype.itemsize)
     beside = 64 * tokens + tokens * width * dtype.itemsize  # a few numbers of every token, and the input's gradient
     for run in (lambda: by_blocks(x, weight, labels, block), lambda: by_blocks(x, weight, labels, block).backward(mask)):
-        peak = peak_bytes_of(run)
-        assert 0.5 * workspace < peak < 1.02 * workspace + beside
+        assert 0.5 * workspace < peak_bytes_of(run) < 1.02 * workspace + beside
         x.grad = weight.grad = None
-    whole = peak_bytes_of(lambda: plain(x, weight, labels).backward(mask))
-    assert whole > 3 * (workspace + beside)
+    assert peak_bytes_of(lambda: plain(x, weight, labels).backward(mask)) > 3 * (workspace + beside)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    with Ranks(2, tmp_path_factory.mktemp("block_loss")) as started:
-        yield started
+ranks = ranks_fixture(2)
 
 
 @pytest.mark.parametrize("has_entropy", [False, True], ids=["entries", "entries and entropy"])

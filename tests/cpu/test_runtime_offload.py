@@ -52,13 +52,10 @@ def storages(*sizes):
     return [OwnedStorage(torch.empty(size, dtype=torch.uint8).untyped_storage(), OWNER) for size in sizes]
 
 
-@spread_by_default(
-    3,
-    make=(one_rank, one_rank_split, one_rank_two_stages),
-    recompute_layers=(0, 1),
-    share=(0.3, 0.7, 1.0),
-    when=("at once", *LATE_HOSTS),
-)
+MAKE = (one_rank, one_rank_split, one_rank_two_stages)
+
+
+@spread_by_default(3, make=MAKE, recompute_layers=(0, 1), share=(0.3, 0.7, 1.0), when=("at once", *LATE_HOSTS))
 def test_gradients_are_those_without_offload_whenever_copies_happen(make, recompute_layers, share, when):
     plan = make(recompute_layers=recompute_layers)
     host = LATE_HOSTS[when]() if when in LATE_HOSTS else None
@@ -108,19 +105,10 @@ def test_the_device_holds_less_between_free_and_back_and_the_host_holds_it_from_
 
 
 def test_as_much_leaves_as_was_asked_for_and_the_last_storage_in_part_where_the_others_make_room_for_what_stays():
-    made = storages(40, 100, 40, 7, 0)
-    sizes = {share: [p.num_bytes for p in choose(made, share)] for share in (0, 3, 7, 50, 100, 101, 139, 187, 500)}
-    assert sizes == {
-        0: [],
-        3: [7],  # there is no room for the four bytes that would stay
-        7: [7],
-        50: [40, 7, 3],
-        100: [100],
-        101: [100, 1],
-        139: [100, 7, 32],
-        187: [100, 40, 40, 7],
-        500: [100, 40, 40, 7],
-    }
+    made, everything = storages(40, 100, 40, 7, 0), [100, 40, 40, 7]
+    expected = {0: [], 7: [7], 50: [40, 7, 3], 100: [100], 101: [100, 1], 139: [100, 7, 32], 187: everything, 500: everything}
+    expected[3] = [7]  # there is no room for the four bytes that would stay
+    assert {share: [part.num_bytes for part in choose(made, share)] for share in expected} == expected
     assert [part.storage for part in choose(made, 40)] == [made[0]]
 
 
@@ -142,7 +130,7 @@ def test_what_is_dropped_while_a_part_of_it_is_away_is_forgotten():
 TENSORS = [
     torch.arange(5),
     torch.rand(1, 3),
-    torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32),
+    torch.arange(8, dtype=torch.int32).view(2, 4),
     torch.empty(0, dtype=torch.int64),
     torch.ones(4, dtype=torch.bool),
     torch.arange(12).view(3, 4).t(),

@@ -6,19 +6,11 @@ import pytest
 import torch
 
 from megatron_epp.plan import Op
+from tests.support.runtime import runtime_plans as plans
 from tests.support.runtime.dense_attention import relative_difference
 from tests.support.runtime.plain_stage import run_plan, whole_run
 from tests.support.runtime.rank_processes import Ranks
-from tests.support.runtime.runtime_plans import (
-    looped,
-    one_rank_split,
-    one_rank_two_stages,
-    planned,
-    two_ranks,
-    two_ranks_split,
-    v_shape,
-    v_shape_split,
-)
+from tests.support.runtime.runtime_plans import planned
 from tests.support.seeds import some_by_default
 
 LAYERS = 2  # of each stage
@@ -88,8 +80,7 @@ def test_the_batches_are_what_they_are_called():
         assert padded == (name == "padded")
         has_weights = any(action.op is Op.W for rank in (0, 1) for action in plan.actions(rank))
         assert has_weights == (name == "split weight gradients")
-    assert kinds["sliced"] == {"split"}
-    assert kinds["packed"] == {"batched"}
+    assert (kinds["sliced"], kinds["packed"]) == ({"split"}, {"batched"})
     assert all({"split", "hybrid"} <= kinds[name] for name in BATCHES.keys() - {"sliced", "packed"})
 
 
@@ -97,8 +88,8 @@ def test_the_batches_are_what_they_are_called():
 @pytest.mark.parametrize(
     ("make", "last"),
     [
-        (one_rank_split, "W0"), (one_rank_two_stages, "B0 B2"), (two_ranks, "B2"), (two_ranks_split, "W2 W0"), (v_shape, "B2"),
-        (v_shape_split, "W0 W2"), (looped, "B2"),
+        (plans.one_rank_split, "W0"), (plans.one_rank_two_stages, "B0 B2"), (plans.two_ranks, "B2"), (plans.looped, "B2"),
+        (plans.two_ranks_split, "W2 W0"), (plans.v_shape, "B2"), (plans.v_shape_split, "W0 W2"),
     ],
 )  # fmt: skip
 def test_hand_made_plans_reduce_once_per_stage_around_the_last_action_that_gives_gradients(ranks, make, last, recompute):
@@ -116,8 +107,7 @@ def test_hand_made_plans_reduce_once_per_stage_around_the_last_action_that_gives
 def test_in_float64_nothing_but_rounding_is_left(ranks, reentrant):
     lengths, options = BATCHES["padded"]
     plan = planned(lengths, (LAYERS,) * 2, recompute=1, **options)
-    results = run(ranks, plan, torch.float64, reentrant=reentrant)
-    assert_equals_whole_sequences(results, plan, 1e-12, torch.float64)
+    assert_equals_whole_sequences(run(ranks, plan, torch.float64, reentrant=reentrant), plan, 1e-12, torch.float64)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -127,5 +117,4 @@ def test_evaluation_gives_the_loss_and_leaves_nothing_behind(ranks, size):
     loss, _ = expected(plan, torch.float32)
     assert abs(results[-1].loss - loss) / loss < 1e-5
     for result in results:
-        assert result.live_bytes == 0
-        assert set(result.gradients.values()) == {None}
+        assert (result.live_bytes, set(result.gradients.values())) == (0, {None})

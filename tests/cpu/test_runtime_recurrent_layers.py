@@ -16,74 +16,70 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.features.offload.activations import OwnedTensors
-from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan import Chunk
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.gated_delta import DeltaLayer
 from megatron_epp.runtime.handover import Handover
 from megatron_epp.runtime.state_space import StateSpaceLayer
+from tests.support.plan.small_plans import chunk
 
 LENGTHS = {0: 23, 1: 6, 2: 1, 3: 9, 4: 12, 5: 7}
 """Tokens of sequences by number."""
-CUTS = ((0, 0, 8), (0, 8, 9), (0, 9, 11), (0, 11, 23), (4, 5, 12), (5, 2, 7))
 PADDING = 2
-COMPANY = {0: (), 1: ((1, 0, 6),), 2: (), 3: ((2, 0, 1), (3, 0, 9), (4, 0, 5)), 4: ((5, 0, 2),), 5: ()}
-"""Segments behind each slice: whole sequences, and perhaps the beginning of another one that is cut."""
+CHUNKS = [
+    chunk((0, 0, 8)),
+    chunk((0, 8, 9), (1, 0, 6)),
+    chunk((0, 9, 11)),
+    chunk((0, 11, 23), (2, 0, 1), (3, 0, 9), (4, 0, 5)),
+    chunk((4, 5, 12), (5, 0, 2)),
+    chunk((5, 2, 7)),
+]
+"""Slices, behind them whole sequences, and perhaps the beginning of another one that is cut."""
 
 
-def context_of(chunk: Chunk, kv_cache: SlicedKVCache, *, forward_only: bool = False) -> ChunkContext:
+def context_of(own: Chunk, kv_cache: SlicedKVCache, *, forward_only: bool = False) -> ChunkContext:
     lengths = tuple(LENGTHS.values())
     view, begun = (
-        None if part is None else SliceView(*part, lengths[part.sequence], 2 * lengths[part.sequence], len(CUTS))
-        for part in (chunk.slice_of(lengths), chunk.begun_of(lengths))
+        None if part is None else SliceView(*part, lengths[part.sequence], 2 * lengths[part.sequence], len(CHUNKS))
+        for part in (own.slice_of(lengths), own.begun_of(lengths))
     )
     if view is not None and view.is_last_slice:
-        view = replace(view, capacity=view.start + chunk.num_tokens + PADDING)
-    table = SegmentTable.build(chunk, chunk.num_tokens + PADDING)
+        view = replace(view, capacity=view.start + own.num_tokens + PADDING)
+    table = SegmentTable.build(own, own.num_tokens + PADDING)
     return ChunkContext(0, table, kv_cache, view, forward_only=forward_only, begun=begun)
 
 
-def tokens_of(chunk: Chunk, sequences: dict[int, Tensor]) -> Tensor:
-    parts = [sequences[number][start:end] for number, start, end in chunk.segments]
+def tokens_of(own: Chunk, sequences: dict[int, Tensor]) -> Tensor:
+    parts = [sequences[number][start:end] for number, start, end in own.segments]
     return torch.cat([*parts, torch.ones_like(sequences[0][:PADDING])])
 
 
-def check_slices(
-    width: int,
-    weights: dict[str, Tensor],
-    whole: Callable[[int, Tensor], Tensor],
-    run: Callable[[Chunk, Tensor, SlicedKVCache], Tensor],
-    tolerance: float,
-) -> None:
+def check_slices(net: Any, whole: Callable[[int, Tensor], Tensor], run: Callable[..., Tensor]) -> None:
     """Compare outputs and gradients of a network on slices and packed sequences with those on each sequence by itself.
-
     Args:
-        width: of a token.
-        weights: of the network, all of which must get a gradient.
         whole: the network on a sequence, by its number.
-        run: the network on a chunk.
-        tolerance: relative and absolute, of gradients.
+        run: the network on a chunk, given with its tokens and the cache.
     """
-    inputs = {q: torch.randn(n, width, dtype=torch.float64, requires_grad=True) for q, n in LENGTHS.items()}
+    inputs = {q: torch.randn(n, net.width, dtype=torch.float64, requires_grad=True) for q, n in LENGTHS.items()}
     factors = {q: torch.randn_like(x) for q, x in inputs.items()}
     wanted = {q: whole(q, x) for q, x in inputs.items()}
     for q, out in wanted.items():
         (out * factors[q]).sum().backward()
-    tensors = [*inputs.values(), *weights.values()]
+    tensors = [*inputs.values(), *net.parameters()]
     expected = gradients_of(tensors)
-    chunks = [Chunk((Segment(*part), *(Segment(*other) for other in COMPANY[at]))) for at, part in enumerate(CUTS)]
     kv_cache, outputs = SlicedKVCache(), []
-    for chunk in chunks:
-        outputs.append(run(chunk, tokens_of(chunk, inputs), kv_cache))
-        sizes = [*(part.num_tokens for part in chunk.segments), PADDING]
-        for (q, start, end), out in zip(chunk.segments, outputs[-1].split(sizes)[:-1], strict=True):
+    for mixed in CHUNKS:
+        outputs.append(run(mixed, tokens_of(mixed, inputs), kv_cache))
+        sizes = [*(part.num_tokens for part in mixed.segments), PADDING]
+        for (q, start, end), out in zip(mixed.segments, outputs[-1].split(sizes)[:-1], strict=True):
             torch.testing.assert_close(out, wanted[q][start:end], rtol=1e-12, atol=1e-12)
-    for chunk in reversed(chunks):
-        (outputs.pop()[:-PADDING] * tokens_of(chunk, factors)[:-PADDING]).sum().backward()
+    for mixed in reversed(CHUNKS):
+        (outputs.pop()[:-PADDING] * tokens_of(mixed, factors)[:-PADDING]).sum().backward()
     kv_cache.assert_empty()
     for own, other in zip(gradients_of(tensors), expected, strict=True):
-        torch.testing.assert_close(own, other, rtol=tolerance, atol=1e-12)
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
 
 def gradients_of(tensors: list[Tensor]) -> list[Tensor]:
@@ -100,6 +96,7 @@ KEY_HEADS, VALUE_HEADS, WIDTH = 2, 4, 3
 DELTA_WIDTH, DELTA_CHANNELS = VALUE_HEADS * WIDTH, (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
 HEADS, CHANNELS, STATE = 4, 3, 5
 INNER, MIXED = HEADS * CHANNELS, HEADS * CHANNELS + 2 * STATE
+WIDTHS = {"gate_width": INNER, "mixed_width": MIXED, "filter_width": FILTER}
 
 
 def rule(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -133,25 +130,16 @@ class DeltaNet(torch.nn.Module):
         make = partial(torch.randn, dtype=torch.float64)
         widths = KEY_HEADS * WIDTH, KEY_HEADS * WIDTH, VALUE_HEADS * WIDTH, VALUE_HEADS, VALUE_HEADS
         self.widths, self.packs = widths, packs
-        for number in range(2):
-            self.register_parameter(f"into_{number}", torch.nn.Parameter(0.5 * make(DELTA_WIDTH, sum(widths))))
-            self.register_parameter(f"filters_{number}", torch.nn.Parameter(0.5 * make(DELTA_CHANNELS, 1, FILTER)))
-            self.register_parameter(f"decay_{number}", torch.nn.Parameter(0.3 * make(VALUE_HEADS)))
+        self.weights = torch.nn.ParameterList()
+        for _ in range(2):
+            self.weights += 0.5 * make(DELTA_WIDTH, sum(widths)), 0.5 * make(DELTA_CHANNELS, 1, FILTER), 0.3 * make(VALUE_HEADS)
 
     def forward(self, number: int, x: Tensor, context: ChunkContext) -> Tensor:
-        into, filters, decay = (getattr(self, f"{name}_{number}") for name in ("into", "filters", "decay"))
+        into, filters, decay = self.weights[3 * number : 3 * number + 3]
         q, k, v, strength, gate = (x @ into).split(self.widths, dim=1)
-        layer = DeltaLayer(
-            number=number,
-            filters=filters,
-            bias=None,
-            decay=decay,
-            step=torch.zeros(VALUE_HEADS),
-            rule=rule,
-            normalise=lambda heads: functional.normalize(heads, dim=-1),
-            convolve=convolve if self.packs else None,
-            activation=functional.silu,
-        )
+        weights = {"number": number, "filters": filters, "bias": None, "decay": decay, "step": torch.zeros(VALUE_HEADS)}
+        kernels = {"rule": rule, "convolve": convolve if self.packs else None, "activation": functional.silu}
+        layer = DeltaLayer(**weights, **kernels, normalise=lambda heads: functional.normalize(heads, dim=-1))
         q, k, v = (part.unflatten(1, (-1, WIDTH)) for part in (q, k, v))
         return x + layer(q, (k, v, strength[..., None], gate[..., None]), context).flatten(1)
 
@@ -192,20 +180,15 @@ class StateSpaceNet(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         make = partial(torch.randn, dtype=torch.float64)
-        for number in range(2):
-            self.register_parameter(f"into_{number}", torch.nn.Parameter(0.2 * make(INNER, INNER + MIXED + HEADS)))
-            self.register_parameter(f"filters_{number}", torch.nn.Parameter(0.5 * make(MIXED, FILTER)))
-            self.register_parameter(f"bias_{number}", torch.nn.Parameter(0.3 * make(MIXED)))
-            self.register_parameter(f"step_{number}", torch.nn.Parameter(make(HEADS)))
-            self.register_parameter(f"decay_{number}", torch.nn.Parameter(-0.1 - make(HEADS).square()))
+        self.weights = torch.nn.ParameterList()
+        for _ in range(2):
+            self.weights += 0.2 * make(INNER, INNER + MIXED + HEADS), 0.5 * make(MIXED, FILTER), 0.3 * make(MIXED)
+            self.weights += make(HEADS), -0.1 - make(HEADS).square()
 
     def forward(self, number: int, x: Tensor, context: ChunkContext) -> Tensor:
-        into, *weights = (getattr(self, f"{name}_{number}") for name in ("into", "filters", "bias", "step", "decay"))
+        into, *weights = self.weights[5 * number : 5 * number + 5]
         named = dict(zip(("filters", "bias", "step", "decay"), weights, strict=True))
-        layer = StateSpaceLayer(
-            number=number, scan=partial(scan, **named), gate_width=INNER, mixed_width=MIXED, filter_width=FILTER
-        )
-        return x + layer(x @ into, context)
+        return x + StateSpaceLayer(number=number, scan=partial(scan, **named), **WIDTHS)(x @ into, context)
 
 
 NETS: dict[str, Callable[[], Any]] = {
@@ -222,17 +205,16 @@ def test_slices_and_packed_sequences_have_the_gradients_of_each_sequence(kind: s
     net = NETS[kind]()
 
     def whole(number: int, x: Tensor) -> Tensor:
-        chunk = Chunk((Segment(number, 0, len(x)),))
-        context = ChunkContext(0, SegmentTable.build(chunk, len(x)), SlicedKVCache())
+        context = ChunkContext(0, SegmentTable.build(chunk((number, 0, len(x))), len(x)), SlicedKVCache())
         return net(1, net(0, x, context), context)
 
-    def run(chunk: Chunk, x: Tensor, kv_cache: SlicedKVCache) -> Tensor:
-        context = context_of(chunk, kv_cache)
+    def run(own: Chunk, x: Tensor, kv_cache: SlicedKVCache) -> Tensor:
+        context = context_of(own, kv_cache)
         for number in range(2):
             x = checkpoint(net, number, x, context, use_reentrant=True) if number < recomputed else net(number, x, context)
         return x
 
-    check_slices(net.width, dict(net.named_parameters()), whole, run, 1e-12)
+    check_slices(net, whole, run)
 
 
 @pytest.mark.parametrize("kind", NETS)
@@ -240,9 +222,8 @@ def test_an_evaluation_leaves_nothing(kind: str) -> None:
     net, kv_cache = NETS[kind](), SlicedKVCache()
     sequences = {q: torch.randn(n, net.width, dtype=torch.float64) for q, n in LENGTHS.items()}
     with torch.no_grad():
-        for at, part in enumerate(CUTS):
-            chunk = Chunk((Segment(*part), *(Segment(*other) for other in COMPANY[at])))
-            net(0, tokens_of(chunk, sequences), context_of(chunk, kv_cache, forward_only=True))
+        for mixed in CHUNKS:
+            net(0, tokens_of(mixed, sequences), context_of(mixed, kv_cache, forward_only=True))
     kv_cache.assert_empty()
 
 
@@ -254,9 +235,9 @@ def test_whole_sequences_are_packed_in_one_call_of_the_delta_rule(monkeypatch: p
         return heads[2], None
 
     monkeypatch.setitem(globals(), "rule", noted)
-    chunk = Chunk((Segment(1, 0, 6), Segment(3, 0, 9)))
+    packed = chunk((1, 0, 6), (3, 0, 9))
     sequences = {q: torch.randn(n, DELTA_WIDTH, dtype=torch.float64) for q, n in LENGTHS.items()}
-    DeltaNet(packs=True)(0, tokens_of(chunk, sequences), context_of(chunk, SlicedKVCache()))
+    DeltaNet(packs=True)(0, tokens_of(packed, sequences), context_of(packed, SlicedKVCache()))
     assert [offsets.tolist() for offsets in calls] == [[0, 6, 15, 17]]
 
 
@@ -267,11 +248,10 @@ def test_whole_sequences_are_packed_in_one_scan_and_a_slice_runs_apart_from_its_
         calls.append({name: getattr(value, "tolist", lambda value=value: value)() for name, value in options.items()})
         return (rows[..., :INNER], torch.zeros(1)) if options.get("return_final_states") else rows[..., :INNER]
 
-    layer = StateSpaceLayer(number=0, scan=noted, gate_width=INNER, mixed_width=MIXED, filter_width=FILTER)
+    layer = StateSpaceLayer(number=0, scan=noted, **WIDTHS)
     sequences = {q: torch.randn(n, INNER + MIXED + HEADS) for q, n in LENGTHS.items()}
-    for segments in ((Segment(1, 0, 6), Segment(3, 0, 9)), (Segment(0, 0, 8), Segment(2, 0, 1))):
-        chunk = Chunk(segments)
-        layer(tokens_of(chunk, sequences), context_of(chunk, SlicedKVCache()))
+    for packed in (chunk((1, 0, 6), (3, 0, 9)), chunk((0, 0, 8), (2, 0, 1))):
+        layer(tokens_of(packed, sequences), context_of(packed, SlicedKVCache()))
     assert calls == [
         {"seq_idx": [[0] * 6 + [1] * 9 + [2] * 2]},
         {"initial_states": None, "return_final_states": True},
@@ -292,14 +272,12 @@ def test_a_state_that_a_recomputing_layer_read_is_kept_by_autograd_for_its_slice
         return handover.leave(0, view, x * total, (total,))
 
     with OwnedTensors((), lambda: handover.num_bytes) as saved:
-        for chunk, view in enumerate((FIRST, SECOND)):
-            with saved.of((0, chunk)):
+        for number, view in enumerate((FIRST, SECOND)):
+            with saved.of((0, number)):
                 checkpoint(layer, x, view, use_reentrant=True)
-                assert handover.num_bytes == (state_bytes if chunk == 0 else 0)  # the second has read it
-        first_bytes, second_bytes = (
-            sum(storage.num_bytes for storage in saved.pop((0, chunk)) if storage.is_ours) for chunk in (0, 1)
-        )
-        assert second_bytes - first_bytes == state_bytes
+                assert handover.num_bytes == (state_bytes if number == 0 else 0)  # the second has read it
+        first, second = (sum(one.num_bytes for one in saved.pop((0, number)) if one.is_ours) for number in (0, 1))
+        assert second - first == state_bytes
 
 
 def test_an_evaluation_keeps_a_state_until_the_next_slice() -> None:

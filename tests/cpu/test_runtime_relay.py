@@ -119,17 +119,16 @@ def test_a_slice_keeps_its_queries_output_and_log_sum_exp_and_nothing_of_the_pro
 
 
 def test_two_layers_with_one_number_are_told_and_a_recomputed_forward_is_not():
-    layer = ChunkedLayer((9,), slices(0, 0, 4, 9))
-    context = layer.contexts[0]
+    context = ChunkedLayer((9,), slices(0, 0, 4, 9)).contexts[0]
     assert context.view is not None
-    keys, values = torch.zeros(4, KV_HEADS, CHANNELS), torch.zeros(4, KV_HEADS, CHANNELS)
-    with context.kv_cache.running(context.view, False):
-        context.kv_cache.append(0, context.view, (keys, values))
-        context.kv_cache.append(1, context.view, (keys, values))
+    both, kv_cache = (torch.zeros(4, KV_HEADS, CHANNELS),) * 2, context.kv_cache
+    with kv_cache.running(context.view, False):
+        for layer in (0, 1):
+            kv_cache.append(layer, context.view, both)
         with pytest.raises(KVCacheError, match="layer 0, sequence 0: attention runs twice in the forward"):
-            context.kv_cache.append(0, context.view, (keys, values))
-    with context.kv_cache.running(context.view, True):
-        context.kv_cache.append(0, context.view, (keys, values))
+            kv_cache.append(0, context.view, both)
+    with kv_cache.running(context.view, True):
+        kv_cache.append(0, context.view, both)
 
 
 def test_backward_of_a_slice_before_a_later_one_or_twice_is_refused():
@@ -177,8 +176,7 @@ def test_the_buffer_of_a_sliced_sequence_has_room_for_all_that_shares_a_slices_c
 
 def test_what_shares_an_earlier_slices_chunk_is_put_behind_it_in_the_buffer():
     kv_cache, view = SlicedKVCache(), SliceView(0, 3, 5, 9, 10)
-    first = SliceView(0, 0, 3, 9, 10)
-    kv_cache.append(0, first, [torch.zeros(3, 1, 2) for _ in "kv"])
+    kv_cache.append(0, SliceView(0, 0, 3, 9, 10), [torch.zeros(3, 1, 2) for _ in "kv"])
     chunk = torch.arange(14.0).reshape(7, 1, 2)  # two tokens of the slice, five next to it
     k, _ = kv_cache.append(0, view, (chunk, chunk))
     assert torch.equal(k[3:], chunk)

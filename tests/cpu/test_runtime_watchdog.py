@@ -1,16 +1,16 @@
 """The watchdog, with a clock that the test turns."""
 
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from megatron_epp.runtime import watchdog as watchdog_module
 from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark
+from tests.support.calls import run_python
 
 
 class Watched:
@@ -56,18 +56,13 @@ def test_each_of_several_activities_has_its_own_time(watched):
     assert watched.reports == []
 
 
-def test_an_activity_stays_watched_when_one_inside_it_ends(watched):
+@pytest.mark.parametrize(("inner_s", "reports"), [(9, ["outer"]), (11, ["inner", "outer"])])
+def test_an_activity_stays_watched_when_one_inside_it_ends_which_is_reported_first(watched, inner_s, reports):
     with watched.watch(lambda: "outer"):
         with watched.watch(lambda: "inner"):
-            watched.advance(9)
+            watched.advance(inner_s)
         watched.advance(2)
-    assert watched.reports == ["outer"]
-
-
-def test_of_two_that_lie_inside_each_other_the_inner_is_reported_first(watched):
-    with watched.watch(lambda: "outer"), watched.watch(lambda: "inner"):
-        watched.advance(11)
-    assert watched.reports == ["inner", "outer"]
+    assert watched.reports == reports
 
 
 def test_progress_starts_the_time_again(watched):
@@ -108,10 +103,8 @@ def test_an_activity_that_failed_is_no_longer_watched(watched):
 def test_a_device_that_answers_with_errors_makes_no_progress_and_is_reported(watched, tells):
     """After an illegal access every query of an event raises, while the main thread may wait for other ranks for ever."""
 
-    def ask():
-        raise RuntimeError("an illegal memory access was encountered")
-
-    with watched.watch(lambda: "stands still" if tells else ask(), ask):
+    ask = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
+    with watched.watch((lambda: "stands still") if tells else ask, ask):
         watched.advance(9)
         assert watched.reports == []
         watched.advance(2)
@@ -159,7 +152,7 @@ def waits_for_ever():
         time.sleep(60)
 waits_for_ever()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    ended = run_python(program)
     assert ended.returncode == watchdog_module.EXIT_CODE
     assert "nothing comes" in ended.stderr
     assert "in waits_for_ever" in ended.stderr
@@ -179,9 +172,8 @@ with Watchdog(0.01, failures=AskedAllTheTime(store, 0, 2)).watch(lambda: "traini
     time.sleep(0.2)
 print("training is done")
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.stdout == "training is done\n"
-    assert (ended.returncode, ended.stderr) == (0, "")
+    ended = run_python(program)
+    assert (ended.stdout, ended.returncode, ended.stderr) == ("training is done\n", 0, "")
 
 
 class Queue:
@@ -191,8 +183,7 @@ class Queue:
         self.issued = self.passed = 0
 
     def mark(self):
-        self.issued += 1
-        number = self.issued
+        self.issued = number = self.issued + 1
         return SimpleNamespace(query=lambda: self.passed >= number)
 
 
@@ -211,9 +202,7 @@ def test_with_a_device_it_is_at_the_first_place_the_device_has_not_passed():
     progress = Progress(queue.mark)
     for point in (ProgressPoint(0), ProgressPoint(1, receiving=True), ProgressPoint(1), None):
         progress.reach(point)
-    seen = []
-    for queue.passed in range(5):
-        seen.append(progress.point())
+    seen = [progress.point() for queue.passed in range(5)]
     assert seen == [ProgressPoint(0), ProgressPoint(0), ProgressPoint(1, receiving=True), ProgressPoint(1), None]
 
 

@@ -43,10 +43,8 @@ def test_pairs_of_a_prefix_are_counted_one_by_one():
 
 def test_work_follows_the_chunk_table():
     work = work_of(TABLE, LENGTHS, token_multiple=4)
-    assert work.tokens.tolist() == [8, 8, 4]
-    assert work.pairs.tolist() == [21, 34 + 6, 10]
-    assert work.sliced.tolist() == [True, True, False]
-    assert work.first.tolist() == [True, False, False]
+    assert (work.tokens.tolist(), work.pairs.tolist()) == ([8, 8, 4], [21, 34 + 6, 10])
+    assert (work.sliced.tolist(), work.first.tolist()) == ([True, True, False], [True, False, False])
     assert work.last.tolist() == [False, True, False]
     assert work.cache_tokens.tolist() == [16, 16, 0], "the slices, and what is batched with the last one"
 
@@ -108,8 +106,7 @@ def test_the_gradient_is_wider_where_a_sequence_has_more_than_eight_slices():
         COSTS, stages=(STAGE.changed(LAYER, kv=replace(STAGE.kv, many_gradient_bytes_per_token=32.0)),), host_us_per_byte=1.0
     )
     assert wide.gradient_bytes(0, work).tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
-    tails = wide.layer_peak_bytes(0, work).gradient
-    assert tails[[8, 10]].tolist() == [32 * 9, 16 * 4]
+    assert wide.layer_peak_bytes(0, work).gradient[[8, 10]].tolist() == [32 * 9, 16 * 4]
     assert wide.kv_offload_costs(0, work).gradient_bytes.tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
     eight = work_of([*many[:7], Chunk((Segment(0, 7, 9),)), *rest], (9, 4, 5))
     assert wide.gradient_bytes(0, eight).tolist() == COSTS.gradient_bytes(0, eight).tolist()
@@ -201,8 +198,7 @@ def test_a_context_parallel_rank_has_whole_key_heads_so_too_few_are_repeated():
         return with_shape(context_parallel=ranks, num_query_groups=groups).kv_bytes_per_token
 
     assert [cached(ranks, 2) for ranks in (1, 2, 4)] == [cached(1, 2), cached(1, 2) / 2, cached(1, 2) / 2]
-    assert cached(4, 1) == cached(1, 1)
-    assert cached(4, 4) == cached(1, 4) / 4
+    assert (cached(4, 1), cached(4, 4)) == (cached(1, 1), cached(1, 4) / 4)
     halves = with_shape(context_parallel=2, tensor_parallel=2, num_query_groups=2)
     assert halves.kv_bytes_per_token == with_shape(tensor_parallel=2, num_query_groups=2).kv_bytes_per_token
 

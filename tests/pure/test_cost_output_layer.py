@@ -130,8 +130,7 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_each_replica_has_collectives_of_its_own() -> None:
     """A replica that is slower does not make a rank of the other wait."""
-    slow = measured(disturbed=lambda time_us: 3.0 * time_us, pipeline=2)
-    found = fitted(measured() + slow)
+    found = fitted(measured() + measured(disturbed=lambda time_us: 3.0 * time_us, pipeline=2))
     assert found.spread.time_us(1000, 0) == pytest.approx(2.0 * MOVED[Op.SPREAD].time_us(1000, 0))  # the median of two
 
 
@@ -166,8 +165,7 @@ BLOCKS = shape_of(FLAGS | {"epp_loss_block_tokens": 2048})
 def test_by_itself_it_is_on_where_a_sequences_logits_have_more_than_two_blocks(vocabulary):
     most = 2 * BLOCK_BYTES // (4 * vocabulary)
     assert loss_block_tokens(AUTO, vocabulary, most) == 0
-    tokens = loss_block_tokens(AUTO, vocabulary, most + 1)
-    assert BLOCK_BYTES / 2 < 4 * vocabulary * tokens <= BLOCK_BYTES
+    assert BLOCK_BYTES / 2 < 4 * vocabulary * loss_block_tokens(AUTO, vocabulary, most + 1) <= BLOCK_BYTES
 
 
 def test_it_counts_what_is_on_one_rank():

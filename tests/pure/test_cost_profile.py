@@ -165,8 +165,7 @@ def test_a_fitted_profile_has_measured_times_and_the_formulas_bytes():
     assert profile.layer.forward.time_us(100, 0) == pytest.approx(2 * (10 + 200))
     assert profile.layer.weight.per_token_us == pytest.approx(0.75)
     assert profile.layer.bytes_per_token == formula.layer.bytes_per_token
-    assert profile.message_us_per_byte == formula.message_us_per_byte
-    assert profile.origin["machine"] == "mine"
+    assert (profile.message_us_per_byte, profile.origin["machine"]) == (formula.message_us_per_byte, "mine")
     assert profile.origin["residuals"]["linear forward"]["points"] == 2
     assert {"memory", "message", "host copy"} <= set(profile.origin["by_formula"])
     assert Profile.from_json(profile.to_json()) == profile
@@ -179,8 +178,7 @@ def test_a_weight_gradient_measured_above_its_backward_is_held_below_it():
 
 def test_a_line_is_held_below_the_one_that_it_is_a_part_of_in_every_coefficient():
     part, whole = LinearTime(3.0, 0.5, 2.0), LinearTime(1.0, 1.0, 1.0)
-    assert part.within(whole) == LinearTime(1.0, 0.5, 1.0)
-    assert part.within(part) == part
+    assert (part.within(whole), part.within(part)) == (LinearTime(1.0, 0.5, 1.0), part)
 
 
 def test_a_measured_link_takes_the_place_of_the_formula():

@@ -14,7 +14,6 @@ from megatron_epp.cost.optimizer import TRAINED_SHARE, OptimizerBytes, Parameter
 from megatron_epp.cost.work import LinearTime, trained_tokens, work_of
 from megatron_epp.plan import Chunk, PlanError, Segment
 from megatron_epp.plan.document import digest
-from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, even_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.proof import check
@@ -29,6 +28,7 @@ from megatron_epp.tools.cli.advise import question_of
 from megatron_epp.tools.cli.main import main
 from megatron_epp.tools.cli.planning_flags import costs_of
 from megatron_epp.tools.formulas import H100, ModelShape, analytic_profile
+from tests.support.calls import refusal
 from tests.support.plan.planner_cases import pipeline, problem
 
 TIMES = {"forward": LinearTime(5.0, 20.0), "backward": LinearTime(5.0, 40.0), "weight": LinearTime(0.0, 15.0)}
@@ -97,8 +97,7 @@ def test_replicas_share_trained_tokens_too():
         return max(about_us(share, with_head(), Options()) for share in shares)
 
     division = divide(asked, with_head(), ((0,), (1,)), slowest_us)
-    trained = [sum(sum(parts) for parts in asked.part(share).trained) for share in division.shares]
-    assert max(trained) < 240 * 0.8
+    assert max([sum(sum(parts) for parts in asked.part(share).trained) for share in division.shares]) < 240 * 0.8
 
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
@@ -111,8 +110,7 @@ def test_the_backward_of_a_frozen_matrix_is_one_product_less(block_tokens: int) 
     frozen, half = whole.training(0.0), whole.training(0.5)
     for part in ("layer", "attention"):
         full, less = getattr(whole, part), getattr(frozen, part)
-        assert less.backward == full.backward.without(full.weight)
-        assert less.weight.per_token_us == 0.0
+        assert (less.backward, less.weight.per_token_us) == (full.backward.without(full.weight), 0.0)
         assert getattr(half, part).weight == full.weight.scaled(0.5)
     product_us = 1e6 * 2 * SHAPE.vocabulary_parameters / H100.linear_flops
     saved_us = whole.head.backward.per_token_us - frozen.head.backward.per_token_us
@@ -128,23 +126,19 @@ def test_only_what_trains_has_gradients_and_states() -> None:
     assert (of_those.weights, of_those.gradients, of_those.optimizer) == (2 * 2000, 4 * 30, 12 * 30)
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 64], ids=["whole", "slices"])
-def test_stages_before_the_first_that_trains_keep_nothing_and_their_backwards_take_next_to_nothing(
-    chunk_tokens: int | None,
-) -> None:
-    costs = analytic_profile(SHAPE, H100).costs([2, 2])
-    costs = replace(costs, stages=(costs.stages[0].without_backward(), costs.stages[1]))
-    work = work_of([Chunk((Segment(0, 0, 100),))], [100])
-    assert float(costs.backward_us(0, work)[0]) == 1.0
-    assert costs.stages[0].line("forward") == analytic_profile(SHAPE, H100).costs([2, 2]).stages[0].line("forward")
-    problem = Problem((256, 100, 60), (0, 1), (1 << 40,) * 2)
-    found = plan(problem, costs, Options(chunk_tokens=chunk_tokens))
-    assert check(found) == []
-    assert found.predicted.peak_bytes[0] < found.predicted.peak_bytes[1]
+def test_stages_before_the_first_that_trains_keep_nothing_and_their_backwards_take_next_to_nothing() -> None:
+    first, last = analytic_profile(SHAPE, H100).costs([2, 2]).stages
+    costs = replace(analytic_profile(SHAPE, H100).costs([2, 2]), stages=(first.without_backward(), last))
+    assert float(costs.backward_us(0, work_of([Chunk((Segment(0, 0, 100),))], [100]))[0]) == 1.0
+    assert costs.stages[0].line("forward") == first.line("forward")
+    for chunk_tokens in (None, 64):  # whole sequences and slices
+        found = plan(Problem((256, 100, 60), (0, 1), (1 << 40,) * 2), costs, Options(chunk_tokens=chunk_tokens))
+        assert check(found) == []
+        assert found.predicted.peak_bytes[0] < found.predicted.peak_bytes[1]
 
 
 def costs_by(command: str) -> PipelineCosts:
-    asked = cli._parser().parse(shlex.split(f"{command} --lengths 8192 --model llama3-8b --rates h100 --stages 4"))
+    asked = parsed(f"{command} --lengths 8192 --model llama3-8b --rates h100 --stages 4")
     return costs_of(asked, (8192,), Layout((8,) * 4, Placement("looped", 4, 1)))
 
 
@@ -159,16 +153,13 @@ def test_commands_count_what_trains(command: str) -> None:
         assert stage.static.buffers <= 2 * 2 * ADAPTERS
         assert stage.line("forward") == of_all.line("forward")
     layer, of_all = less.stages[1].layers, whole.stages[1].layers
-    frozen = of_all.backward.without(of_all.weight)
-    assert layer.backward.per_token_us == pytest.approx(frozen.per_token_us, rel=0.01)
+    assert layer.backward.per_token_us == pytest.approx(of_all.backward.without(of_all.weight).per_token_us, rel=0.01)
     assert costs_by(f"{command} --trained-parameters {10**12}") == whole
 
 
 def test_advice_counts_what_trains() -> None:
     asked = "advise --lengths 8192,8192 --model llama3-8b --devices 8 --global-batch-size 2"
-    questions = [
-        question_of(cli._parser().parse(shlex.split(f"{asked} {flags}"))) for flags in ("", "--trained-parameters 40000000")
-    ]
+    questions = [question_of(parsed(f"{asked} {flags}")) for flags in ("", "--trained-parameters 40000000")]
     config = Configuration(tensor=1, context=1, pipeline=2, data=4, layers=(16, 16))
     whole, less = (question.costs(config).stages[0] for question in questions)
     assert less.static.optimizer < whole.static.optimizer / 100
@@ -255,15 +246,12 @@ def test_muon_has_one_moment_of_matrices_and_adam_or_lion_the_rest():
     ids=str,
 )
 def test_what_megatron_would_refuse_is_refused(flags, said):
-    with pytest.raises(EppError) as refused:
-        OptimizerBytes.of_flags(flags)
-    assert said in str(refused.value)
+    assert said in refusal(OptimizerBytes.of_flags, flags)
 
 
 def test_states_are_shared_by_replicas_and_context_parallel_ranks_and_those_of_experts_by_fewer():
     sizes = {"data_parallel_size": 4, "context_parallel_size": 2, "expert_model_parallel_size": 4}
-    found = OptimizerBytes.of_flags(HALF | sizes)
-    held = found.static(Parameters(matrices=800, experts=1600, others=80))
+    held = OptimizerBytes.of_flags(HALF | sizes).static(Parameters(matrices=800, experts=1600, others=80))
     assert held == Static(weights=2 * 2480, gradients=4 * 2480, optimizer=12 * (880 // 8 + 1600 // 2))
     tensor = {"tensor_model_parallel_size": 2}
     assert OptimizerBytes.of_flags(sizes | tensor).expert_holders == 2
@@ -317,23 +305,21 @@ def test_commands_count_alike(model: str, optimizer: str):
 
 def test_flags_of_a_model_file_count_and_those_given_win(tmp_path):
     file = tmp_path / "model.yaml"
-    file.write_text(
-        "megatron: {num_layers: 4, hidden_size: 256, num_attention_heads: 4, vocab_size: 512, bf16: true, "
-        "use_precision_aware_optimizer: true, exp_avg_dtype: bf16}"
-    )
+    sizes = "num_layers: 4, hidden_size: 256, num_attention_heads: 4, vocab_size: 512, bf16: true"
+    file.write_text(f"megatron: {{{sizes}, use_precision_aware_optimizer: true, exp_avg_dtype: bf16}}")
     layout = Layout((4,), Placement("looped", 1, 1))
 
     def state_bytes(flags: str) -> float:
         static = costs_of(parsed(f"plan --lengths 300 --model {file} --stages 1 {flags}"), (300,), layout).stages[0].static
         return static.optimizer / (static.weights / 2)
 
-    assert state_bytes("") == 2 + 2 + 4
-    assert state_bytes("--exp-avg-dtype fp8") == 2 + 1 + 4
+    assert (state_bytes(""), state_bytes("--exp-avg-dtype fp8")) == (2 + 2 + 4, 2 + 1 + 4)
 
 
 def test_advice_ends_with_the_flags_of_the_optimizer_that_it_counted():
-    question = question_of(parsed(f"advise --lengths 4096 --devices 8 --global-batch-size 8 {FLAGS['on the host']}"))
-    said = flags_text(question, Configuration(2, 1, 1, 4, layers=(32,))).replace(" \\\n", " ")
-    assert f" {FLAGS['on the host']} " in said
-    plain = question_of(parsed("advise --lengths 4096 --devices 8 --global-batch-size 8"))
-    assert "precision" not in flags_text(plain, Configuration(2, 1, 1, 4, layers=(32,)))
+    def said(flags: str) -> str:
+        question = question_of(parsed(f"advise --lengths 4096 --devices 8 --global-batch-size 8 {flags}"))
+        return flags_text(question, Configuration(2, 1, 1, 4, layers=(32,))).replace(" \\\n", " ")
+
+    assert f" {FLAGS['on the host']} " in said(FLAGS["on the host"])
+    assert "precision" not in said("")

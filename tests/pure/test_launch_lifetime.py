@@ -13,18 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_epp.launch.lifetime import (
-    FOLDER_VARIABLE,
-    is_abandoned,
-    keep_sockets_in_folder,
-    launcher_folder,
-    run_until_parent_ends,
-)
+from megatron_epp.launch import lifetime
+from megatron_epp.launch.lifetime import FOLDER_VARIABLE, is_abandoned, launcher_folder
 
 LIMIT_S = 60
-CHILD = (
-    "import os, time; from megatron_epp.launch.lifetime import {how}; {how}(); print(os.getpid(), flush=True); time.sleep(600)"
-)
+CHILD = "import os, time, megatron_epp.launch.lifetime as of; of.{how}(); print(os.getpid(), flush=True); time.sleep(600)"
 PARENT = """
 import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE, text=True)
@@ -85,8 +78,7 @@ def test_a_process_ends_when_its_parent_is_killed(is_stopped, how, variables, ou
 def test_a_rank_that_comes_up_after_its_launcher_was_killed_ends_at_once(folder):
     (folder / "lock").touch()
     rank = python(CHILD.format(how="end_with_launcher"), TORCHELASTIC_RUN_ID="a", **{FOLDER_VARIABLE: str(folder)})
-    assert rank.communicate(timeout=LIMIT_S)[0] == ""
-    assert rank.returncode == -signal.SIGKILL
+    assert (rank.communicate(timeout=LIMIT_S)[0], rank.returncode) == ("", -signal.SIGKILL)
 
 
 IN_MULTIPROCESSING = """
@@ -114,7 +106,8 @@ def exit_with(code):
 
 def test_a_process_of_multiprocessing_ends_as_it_would_otherwise():
     for method in ("spawn", "fork"):
-        process = multiprocessing.get_context(method).Process(target=partial(run_until_parent_ends, exit_with), args=(3,))
+        target = partial(lifetime.run_until_parent_ends, exit_with)
+        process = multiprocessing.get_context(method).Process(target=target, args=(3,))
         process.start()
         process.join(LIMIT_S)
         assert process.exitcode == 3
@@ -122,8 +115,7 @@ def test_a_process_of_multiprocessing_ends_as_it_would_otherwise():
 
 def test_a_folder_is_there_while_its_launcher_is(folder):
     with launcher_folder() as ours:
-        assert os.environ[FOLDER_VARIABLE] == str(ours)
-        assert ours.parent == folder
+        assert (os.environ[FOLDER_VARIABLE], ours.parent) == (str(ours), folder)
         assert not is_abandoned(ours)
         with launcher_folder() as other:
             assert other != ours
@@ -142,14 +134,12 @@ def test_a_folder_of_a_launcher_that_was_killed_is_removed_by_the_next(folder):
     )
     left = Path(python(program).communicate(timeout=LIMIT_S)[0].strip())
     assert is_abandoned(left)
-    unlocked, foreign = folder / "epp-is-no-folder-of-ours", folder / "other"
-    for one in (unlocked, foreign):
-        one.mkdir()
-    (folder / f"{left.name}x").symlink_to(foreign)
+    others = folder / "epp-is-no-folder-of-ours", folder / "other"
+    for other in others:
+        other.mkdir()
+    (folder / f"{left.name}x").symlink_to(others[1])
     with launcher_folder():
-        assert not left.exists()
-        assert unlocked.is_dir()
-        assert foreign.is_dir()
+        assert [left.exists(), *(other.is_dir() for other in others)] == [False, True, True]
 
 
 def test_sockets_are_in_the_launchers_folder_where_their_paths_are_short_enough(folder):
@@ -163,12 +153,11 @@ def test_sockets_are_in_the_launchers_folder_where_their_paths_are_short_enough(
     too_long.mkdir()
     for given, used in ((usable, usable), (too_long, None), (missing, None)):
         address, told = python(program, **{FOLDER_VARIABLE: str(given)}).communicate(timeout=LIMIT_S)[0].splitlines()
-        assert Path(address).parents[1] == (used or folder)
-        assert told == str(used)
+        assert (Path(address).parents[1], told) == (used or folder, str(used))
 
 
 def test_without_a_launcher_nothing_is_made(folder):
-    keep_sockets_in_folder()
+    lifetime.keep_sockets_in_folder()
     assert list(folder.iterdir()) == []
 
 

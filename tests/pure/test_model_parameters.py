@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from operator import attrgetter
 
 import pytest
 
@@ -42,17 +43,10 @@ def test_a_mamba_mixer_has_the_parameters_of_its_projections_and_its_convolution
     assert parameters_of(sizes | model) == 2048 + projections + 4 * (4096 + 2 * 128)
 
 
-@pytest.mark.parametrize(
-    ("frequency", "has"),
-    [
-        ("([0]*2+[1]*3)", [False, False, True, True, True]),
-        ("[0,1]", [False, True, False, True, False]),
-        (2, [True, False] * 2 + [True]),
-    ],
-)
+@pytest.mark.parametrize(("frequency", "has"), [("([0]*2+[1]*3)", "00111"), ("[0,1]", "01010"), (2, "10101")])
 def test_layers_with_experts_are_read_as_megatron_reads_them(frequency, has):
     layers = kinds_of_layers({"num_layers": 5, "num_experts": 4, "moe_layer_freq": frequency})
-    assert [mlp == "E" for _, mlp in layers] == has
+    assert [mlp == "E" for _, mlp in layers] == [digit == "1" for digit in has]
 
 
 _SIZES = {
@@ -107,10 +101,8 @@ def test_a_model_is_described_in_a_line(capsys: pytest.CaptureFixture[str], tmp_
     said = summary(load_flags("deepseek-v3"))
     assert said.startswith("61 layers of 7,168, latent attention, 256 experts in 58, 8 for each token, multi-token prediction")
     assert said.endswith(": 671.0B parameters without it")
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 1000, '
-        '"num_attention_heads": 4, "head_dim": 16}'
-    )
+    sizes = '"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16'
+    (tmp_path / "config.json").write_text(f'{{"model_type": "qwen3", "vocab_size": 1000, {sizes}}}')
     assert main.main(["plan", "--model", str(tmp_path), "--lengths", "100,30", "--stages", "2"]) == 0
     assert "4 layers of 64, attention: " in capsys.readouterr().err
 
@@ -156,7 +148,7 @@ def test_windows_count_by_the_tokens_in_them():
     assert (first, second, last) == (18 * narrow.handed_bytes * 64 / 127, 18 * narrow.handed_bytes, 0)
 
 
-def test_gated_delta_nets_hand_on_states_in_the_place_of_keys_and_values():
+def test_gated_delta_nets_hand_on_states_in_the_place_of_keys_and_values_which_ranks_share():
     flags = load_flags("qwen3-next-80b-a3b")
     check_formulas(flags)
     mixed, attends = (analytic_profile(shape_of(flags | more), H100) for more in ({}, {"experimental_attention_variant": None}))
@@ -167,13 +159,9 @@ def test_gated_delta_nets_hand_on_states_in_the_place_of_keys_and_values():
     assert tuple(mixed.costs([24, 24]).stages[0].blocks[1].kept_bytes(SLICES)) == (24 * mixed.handed_bytes,) * 2 + (0,)
     again, of_attention = (profile.layer.recompute["selective"].again.per_token_us for profile in (mixed, attends))
     assert again > 0.75 * of_attention
-
-
-def test_ranks_share_the_state_of_a_gated_delta_net():
-    flags = load_flags("qwen3-next-80b-a3b")
-    alone, shared = (analytic_profile(shape_of(flags | {"tensor_model_parallel_size": ranks}), H100) for ranks in (1, 4))
-    assert shared.handed_bytes == alone.handed_bytes / 4
-    assert shared.layer.parameters < alone.layer.parameters
+    shared = analytic_profile(shape_of(flags | {"tensor_model_parallel_size": 4}), H100)
+    assert shared.handed_bytes == mixed.handed_bytes / 4
+    assert shared.layer.parameters < mixed.layer.parameters
 
 
 def test_a_recurrence_multiplies_with_its_state_and_in_a_block_and_its_ranks_exchange_all_but_their_own_tokens():
@@ -194,16 +182,13 @@ def test_layers_of_a_hybrid_model_are_the_mean_of_those_with_one_part_each():
     whole, *parts = (analytic_profile(shape_of(flags | {"hybrid_layer_pattern": part}), H100) for part in ("ME*E", *"MEE*"))
     for profile in (whole, *parts):
         assert Profile.from_json(profile.to_json()) == profile
-    for name in ("forward", "backward", "weight", "exchange"):
-        lines = [getattr(profile.layer, name) for profile in parts]
-        assert getattr(whole.layer, name).per_token_us == pytest.approx(sum(line.per_token_us for line in lines) / 4)
-        assert getattr(whole.layer, name).per_pair_us == pytest.approx(sum(line.per_pair_us for line in lines) / 4)
-    for name in ("bytes_per_token", "weight_bytes_per_token", "parameters", "expert_parameters"):
-        expected = sum(getattr(profile.layer, name) for profile in parts) / 4
-        assert getattr(whole.layer, name) == pytest.approx(expected)
+    lines = [f"{name}.{of}" for name in ("forward", "backward", "weight", "exchange") for of in ("per_token_us", "per_pair_us")]
+    for name in (*lines, "bytes_per_token", "weight_bytes_per_token", "parameters", "expert_parameters"):
+        own, *others = (attrgetter(name)(profile.layer) for profile in (whole, *parts))
+        assert own == pytest.approx(sum(others) / 4)
     for mode in ("selective", "mlp"):
-        modes = [profile.layer.recompute[mode] for profile in parts]
-        assert whole.layer.recompute[mode].bytes_per_token == pytest.approx(sum(own.bytes_per_token for own in modes) / 4)
+        own, *others = (profile.layer.recompute[mode].bytes_per_token for profile in (whole, *parts))
+        assert own == pytest.approx(sum(others) / 4)
     assert whole.kv_bytes_per_token == parts[-1].kv_bytes_per_token / 4
     assert [profile.kv_bytes_per_token for profile in parts[:-1]] == [0, 0, 0]
     assert whole.layer.largest_weight == max(profile.layer.largest_weight for profile in parts)
@@ -213,8 +198,7 @@ def test_mamba2_hands_on_states_which_ranks_share():
     flags = load_flags("nemotron-3-nano") | {"hybrid_layer_pattern": "M*"}
     alone, shared = (analytic_profile(shape_of(flags | {"tensor_model_parallel_size": ranks}), H100) for ranks in (1, 2))
     states, rows = 4 * 64 * 64 * 128, 2 * 3 * (64 * 64 + 2 * 8 * 128)
-    assert alone.handed_bytes == (states + rows) / 2
-    assert shared.handed_bytes == alone.handed_bytes / 2
+    assert (alone.handed_bytes, shared.handed_bytes) == ((states + rows) / 2, alone.handed_bytes / 2)
     assert tuple(alone.costs([1, 1]).stages[0].blocks[1].kept_bytes(SLICES)) == (alone.handed_bytes,) * 2 + (0,)
 
 

@@ -4,18 +4,14 @@ After a change that is meant, write them anew with ``MEGATRON_EPP_WRITE_GOLDEN=1
 read the difference.
 """
 
-import os
-from pathlib import Path
-
 import pytest
 
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.simulation import simulate
+from tests.support.golden import assert_as_written
 from tests.support.plan.small_plans import EXAMPLES
-
-GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def described(plan):
@@ -34,8 +30,4 @@ def described(plan):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_plan_is_lowered_and_simulated_as_written(name):
-    path = GOLDEN / f"schedule_{name}.txt"
-    text = described(EXAMPLES[name]())
-    if os.environ.get("MEGATRON_EPP_WRITE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text()
+    assert_as_written(f"schedule_{name}", described(EXAMPLES[name]()))

@@ -1,6 +1,7 @@
 """Memory besides that of steps: messages in flight, and what keys, values and offloaded activations take at the host."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -24,40 +25,30 @@ from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import evaluation, faults, make_plan, only_fault, sliced, whole
 
 
-def sized(made, *sizes):
-    return replace(made, messages=replace(made.messages, num_bytes=sizes))
-
-
 @given(sound_plans())
 def test_the_peak_is_what_a_ledger_of_messages_finds(made):
     """Each message by name: taken and given back where the rows say; in the end none is left."""
-    made = sized(made, *range(1, len(made.chunks) + 1))
+    made = replace(made, messages=replace(made.messages, num_bytes=tuple(range(1, len(made.chunks) + 1))))
     rows = lower(made)
     for rank, (row, peak) in enumerate(zip(rows, message_peaks(made, rows), strict=True)):
         slots, most = ledger(made, rank, row)
-        assert slots_of(made, rank, row) == slots
-        assert peak == sum(slots.values()) * len(made.chunks) + most
+        assert (slots_of(made, rank, row), peak) == (slots, sum(slots.values()) * len(made.chunks) + most)
 
 
 def ledger(made, rank, row):
     """Slots by way, and the most bytes outside of slots."""
     live, posted, slots, most = {}, {}, {}, 0
 
-    def is_here(stage):
-        return made.placement[stage] == rank
-
     for op, stage, chunk in row:
-        came = (stage - 1 if op is Op.F else stage + 1) if op in (Op.F, Op.B) else None
-        if came is not None and 0 <= came < made.num_stages:
-            if is_here(came):
-                if op is Op.F:
-                    del live[op, stage, chunk]
-            else:
+        step = {Op.F: 1, Op.B: -1}.get(op, made.num_stages)  # others come from and go to none
+        if 0 <= (came := stage - step) < made.num_stages:
+            if made.placement[came] != rank:
                 posted[made.placement[came], rank, op is Op.B].remove((stage, chunk))
                 if op is Op.B:
                     live[op, stage, chunk] = True
-        goes = (stage + 1 if op is Op.F else stage - 1) if op in (Op.F, Op.B) else None
-        if goes is not None and 0 <= goes < made.num_stages:
+            elif op is Op.F:
+                del live[op, stage, chunk]
+        if 0 <= (goes := stage + step) < made.num_stages:
             live[op, goes, chunk] = True
         if op in (Op.RECV_F, Op.RECV_B):
             way = Direction(made.placement[stage + (-1 if op is Op.RECV_F else 1)], rank, op is Op.RECV_B)
@@ -85,34 +76,28 @@ def problem(placement, lengths, cap=UNLIMITED_BYTES):
 
 
 def test_placements_may_have_other_messages_in_flight_than_is_guessed():
-    placement = Placement("looped", 4, 4)
-    asked = problem(placement, (4096,) * 24)
+    asked = problem(Placement("looped", 4, 4), (4096,) * 24)
     made = plan(asked, costs_of(16))
     guess = message_room(asked, made.messages.num_bytes)
     assert max(made.message_bytes) > 0
     assert made.message_bytes != guess
-    assert made.message_bytes == message_peaks(made, lower(made))
-    assert check(made) == []
+    assert (made.message_bytes, check(made)) == (message_peaks(made, lower(made)), [])
     few = tuple(size - 1 for size in made.message_bytes)
-    static = tuple(size - 1 for size in made.static_bytes)
-    short = replace(made, message_bytes=few, static_bytes=static)
+    short = replace(made, message_bytes=few, static_bytes=tuple(size - 1 for size in made.static_bytes))
     assert "are set aside for them" in str(check(short)[0])
 
 
 def test_where_messages_need_more_room_the_candidates_of_the_table_are_made_again_with_it(monkeypatch):
     """Orders of several stages per rank say how many messages are in flight only when they are known."""
-    rooms = list[tuple[int, ...]]()
-    set_room = Candidates.set_room
-    monkeypatch.setattr(
-        Candidates, "set_room", lambda self, best, needed, **of: rooms.append(needed) or set_room(self, best, needed, **of)
-    )
+    set_room = Mock(side_effect=Candidates.set_room, autospec=True)
+    monkeypatch.setattr(Candidates, "set_room", lambda self, *args, **named: set_room(self, *args, **named))
     placement, costs = Placement("looped", 4, 2), costs_of(8)
     lengths = web_lengths(30, 2, longest=16384)
     free = plan(problem(placement, lengths), costs)
     cap = int(0.7 * max(free.static_bytes) + 0.3 * max(free.predicted.peak_bytes))
     made = plan(problem(placement, lengths, cap), costs)
     assert check(made) == []
-    assert rooms
+    assert set_room.called
     assert all(peak <= cap for peak in simulate(made).peak_bytes)
 
 
@@ -171,12 +156,13 @@ def test_once_on_each_stage():
     ]
 
 
+def entries_of(plan, cache, gradient):
+    return tuple(KVOffload(stage, one, cache, gradient) for stage in range(plan.num_stages) for one in slices_of(plan))
+
+
 @given(sound_plans(min_time=1), st.integers(0, 99), st.integers(0, 99))
 def test_nothing_is_left_at_the_host(plan, cache, gradient):
-    entries = tuple(
-        KVOffload(stage, sequence, cache, gradient) for stage in range(plan.num_stages) for sequence in slices_of(plan)
-    )
-    line = simulate(replace(plan, kv_offload=entries))
+    line = simulate(replace(plan, kv_offload=entries_of(plan, cache, gradient)))
     for rank in range(plan.num_ranks):
         levels = [size for _, size in host_memory(line, rank)]
         assert levels[-1] == 0
@@ -188,9 +174,8 @@ def test_in_the_order_of_a_run_there_is_as_much_at_the_host(plan, cache, gradien
     """A run takes memory for an offload, and gives it back to others, when it issues the copies."""
     sizes = {action: 7 * UNIT * (1 + action.chunk) + 1 for row in plan.copies for action, *_ in row}
     copies = tuple(tuple(_moving(copy, sizes[copy.action]) for copy in row) for row in plan.copies)
-    entries = [KVOffload(stage, sequence, cache, gradient) for stage in range(plan.num_stages) for sequence in slices_of(plan)]
-    plan = replace(plan, copies=copies, kv_offload=tuple(entries))
-    peaks, changes = host_peak_bytes(plan), list(kv_offload_changes(entries, slices_of(plan), plan.forward_only))
+    plan = replace(plan, copies=copies, kv_offload=entries_of(plan, cache, gradient))
+    peaks, changes = host_peak_bytes(plan), list(kv_offload_changes(plan.kv_offload, slices_of(plan), plan.forward_only))
     for row, peak in zip(lower(plan), peaks, strict=True):
         here = most = 0
         for action in row:
@@ -208,5 +193,4 @@ def _moving(copy, size):
 
 
 def test_where_most_orders_have_no_room_for_their_messages_an_order_with_few_in_flight_is_planned():
-    asked = problem(Placement("looped", 4, 2), (400_000, *[200] * 30), 326 << 30)
-    assert check(plan(asked, costs_of(8))) == []
+    assert check(plan(problem(Placement("looped", 4, 2), (400_000, *[200] * 30), 326 << 30), costs_of(8))) == []

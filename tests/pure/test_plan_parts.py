@@ -54,8 +54,7 @@ def test_a_buffer_holds_what_it_is_for_and_an_eighth_more_at_most_and_is_never_s
 
 
 def test_sizes_are_few():
-    counts = np.arange(1024, 1 << 20)
-    assert len(set(size_classes(counts).tolist())) == 10 * SIZES_PER_OCTAVE + 1
+    assert len(set(size_classes(np.arange(1024, 1 << 20)).tolist())) == 10 * SIZES_PER_OCTAVE + 1
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 63, 64])
@@ -78,10 +77,8 @@ def test_every_level_divides_the_first_ranks_of_the_one_below(num_ranks, largest
 
 def test_a_rank_of_a_large_job_has_fewer_connections_than_two_full_groups_have():
     for num_ranks in (65, 512, 1024, 4096):
-        most = max(num_connections(num_ranks, rank) for rank in range(num_ranks))
-        assert most <= 2 * (LARGEST_MESH - 1)
-    assert num_connections(512, 0) == 63 + 7
-    assert num_connections(512, 1) == 63
+        assert max(num_connections(num_ranks, rank) for rank in range(num_ranks)) <= 2 * (LARGEST_MESH - 1)
+    assert (num_connections(512, 0), num_connections(512, 1)) == (63 + 7, 63)
 
 
 def test_the_page_is_written_from_the_formulas():
@@ -95,14 +92,12 @@ def test_links_hold_a_quarter_of_the_sms_and_as_much_memory_as_their_ctas_have_c
     use = link_use(placement, num_sms)
     assert use.num_sms == use.num_links * use.ctas <= num_sms / 4
     assert use.num_bytes == use.num_sms * CHANNEL_BYTES
-    by_nccl = link_use(placement, num_sms, ctas=16)
-    assert by_nccl.num_bytes / use.num_bytes == 16 / use.ctas
+    assert link_use(placement, num_sms, ctas=16).num_bytes / use.num_bytes == 16 / use.ctas
 
 
 def test_rank_numbers_line_up():
     lines = to_grid([[Action(Op.F, rank, 0)] for rank in range(11)]).splitlines()
-    assert lines[0] == "rank  0 | 0F0"
-    assert lines[10] == "rank 10 | 10F0"
+    assert (lines[0], lines[10]) == ("rank  0 | 0F0", "rank 10 | 10F0")
 
 
 @given(sound_plans())

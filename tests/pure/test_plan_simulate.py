@@ -9,16 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.plan import Action, Op, PlanError
+from megatron_epp.plan import critical_path as paths
 from megatron_epp.plan.columns import byte_column
-from megatron_epp.plan.critical_path import (
-    ABSENT_US,
-    BindingDependency,
-    DependencyKind,
-    binding_dependencies,
-    critical_path,
-    times_of,
-    transfers_between,
-)
+from megatron_epp.plan.critical_path import ABSENT_US, DependencyKind, binding_dependencies, critical_path
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.launches import Launches
 from megatron_epp.plan.lowering import lower
@@ -26,6 +19,7 @@ from megatron_epp.plan.plan import Copy
 from megatron_epp.plan.proof.memory_balance import _balance, _chains, _is_balanced
 from megatron_epp.plan.relations import deps
 from megatron_epp.plan.simulation import simulate
+from tests.support.calls import refusal
 from tests.support.plan import second_simulator
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.report_plans import predicted, sliced_plan, v_shaped_plan, with_offload
@@ -64,9 +58,7 @@ def test_a_workspace_counts_while_its_action_runs():
 
 def test_a_deadlock_names_what_every_blocked_rank_waits_for():
     plan = with_rows(make_plan(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"], whole(2, 2)), "0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
-    with pytest.raises(PlanError) as error:
-        simulate(plan)
-    assert str(error.value) == (
+    assert refusal(simulate, plan, error=PlanError) == (
         "the order deadlocks: rank 0 at position 1: 0B0 waits for 1B0 (rank 1, position 3); "
         "rank 1 at position 0: 1F1 waits for 0F1 (rank 0, position 2)"
     )
@@ -130,8 +122,7 @@ def test_columns_of_launches_have_the_rows_of_the_lowered_plan(plan):
 
 
 def test_sums_of_bytes_are_exact():
-    sizes = [1 << 62, 1 << 62, (1 << 62) + 1]
-    assert np.cumsum(byte_column(sizes)).tolist() == [1 << 62, 1 << 63, 3 * (1 << 62) + 1]
+    assert np.cumsum(byte_column([1 << 62, 1 << 62, (1 << 62) + 1])).tolist() == [1 << 62, 1 << 63, 3 * (1 << 62) + 1]
     assert byte_column([1, 2]).dtype == np.int64
 
 
@@ -166,7 +157,7 @@ def test_an_action_of_an_unknown_chunk_or_stage_has_no_number():
 
 def solved(plan):
     graph, timeline = build_graph(plan), simulate(plan)
-    starts, ends = times_of(timeline)
+    starts, ends = paths.times_of(timeline)
     return graph, starts, ends, binding_dependencies(graph, starts, ends)
 
 
@@ -179,15 +170,10 @@ def binding_of(plan, text):
 @pytest.mark.parametrize(
     "plan", [sliced_plan(num_ranks=4, slices=3, batched=5), v_shaped_plan(), with_offload(sliced_plan(slices=4), 0)]
 )
-def test_every_step_starts_when_the_condition_that_it_waits_for_is_met(plan):
-    _, starts, ends, found = solved(plan)
+def test_every_step_starts_when_what_it_waits_for_is_there_and_times_along_the_critical_path_add_up_to_the_makespan(plan):
+    graph, starts, ends, found = solved(plan)
     for start_us, dependency in zip(starts, found, strict=True):
         assert start_us == (ends[dependency.number] + dependency.transfer_us if dependency.number >= 0 else 0.0)
-
-
-@pytest.mark.parametrize("plan", [sliced_plan(num_ranks=4, slices=3, batched=5), v_shaped_plan()])
-def test_the_times_along_the_critical_path_add_up_to_the_makespan(plan):
-    graph, _, ends, found = solved(plan)
     path = critical_path(found, ends)
     total_us = sum(graph.steps[number].time_us + found[number].transfer_us for number in path)
     assert total_us == pytest.approx(simulate(plan).makespan_us)
@@ -195,35 +181,28 @@ def test_the_times_along_the_critical_path_add_up_to_the_makespan(plan):
 
 
 def test_what_a_step_waits_for_is_named():
-    plan = sliced_plan(num_ranks=2, slices=2, batched=2)
-    assert binding_of(plan, "0F0") == (DependencyKind.START, None)
-    assert binding_of(plan, "0F1") == (DependencyKind.ORDER, "0F0")
-    assert binding_of(plan, "1F0") == (DependencyKind.TRANSFER, "0F0")
-    assert binding_of(plan, "0B1") == (DependencyKind.TRANSFER, "1B1")
-    assert binding_of(v_shaped_plan(), "2F0") == (DependencyKind.ORDER, "1F0")
-
-
-def test_a_backward_can_wait_for_the_load_of_its_activations():
-    plan = with_offload(sliced_plan(), chunk=0)
-    offload, load = plan.copies[0]
-    slow = replace(plan, copies=((offload, load._replace(time_us=50_000.0)), ()))
-    assert binding_of(predicted(slow), "0B0") == (DependencyKind.NEED, "0L0")
-
-
-def test_copies_wait_for_a_link_to_the_host_that_ranks_share():
-    plan = sliced_plan(num_ranks=2)
-    copies = tuple(
-        (Copy(Action(Op.O, rank, 0), 9_000.0, 0, 1024), Copy(Action(Op.L, rank, 0), 10.0, 1024, 0)) for rank in range(2)
-    )
-    shared = predicted(replace(plan, copies=copies, host_links=(0, 0)))
-    assert binding_of(shared, "1O0") == (DependencyKind.HOST_LINK, "0O0")
+    plan, offloading = sliced_plan(num_ranks=2, slices=2, batched=2), with_offload(sliced_plan(), chunk=0)
+    offload, load = offloading.copies[0]
+    slow = predicted(replace(offloading, copies=((offload, load._replace(time_us=50_000.0)), ())))
+    copies = [(Copy(Action(Op.O, rank, 0), 9_000.0, 0, 1024), Copy(Action(Op.L, rank, 0), 10.0, 1024, 0)) for rank in (0, 1)]
+    shared = predicted(replace(plan, copies=tuple(copies), host_links=(0, 0)))
+    for of_plan, action, kind, awaited in (
+        (plan, "0F0", DependencyKind.START, None),
+        (plan, "0F1", DependencyKind.ORDER, "0F0"),
+        (plan, "1F0", DependencyKind.TRANSFER, "0F0"),
+        (plan, "0B1", DependencyKind.TRANSFER, "1B1"),
+        (v_shaped_plan(), "2F0", DependencyKind.ORDER, "1F0"),
+        (slow, "0B0", DependencyKind.NEED, "0L0"),  # the load of its activations
+        (shared, "1O0", DependencyKind.HOST_LINK, "0O0"),  # which ranks share
+    ):
+        assert binding_of(of_plan, action) == (kind, awaited)
 
 
 def test_transfers_are_found_by_the_steps_that_they_join():
     graph, _, _, found = solved(sliced_plan())
     for number, dependency in enumerate(found):
         if dependency.kind is DependencyKind.TRANSFER:
-            assert transfers_between(graph)[dependency.number, number].time_us == dependency.transfer_us
+            assert paths.transfers_between(graph)[dependency.number, number].time_us == dependency.transfer_us
 
 
 def test_steps_of_which_no_times_are_known_delay_none():
@@ -232,4 +211,4 @@ def test_steps_of_which_no_times_are_known_delay_none():
     copies = graph.tracks[plan.num_ranks].start
     found = binding_dependencies(graph, [*starts[:copies], ABSENT_US, ABSENT_US], [*ends[:copies], ABSENT_US, ABSENT_US])
     assert all(dependency.number < copies for dependency in found[:copies])
-    assert critical_path([BindingDependency(DependencyKind.START)], [3.0]) == [0]
+    assert critical_path([paths.BindingDependency(DependencyKind.START)], [3.0]) == [0]

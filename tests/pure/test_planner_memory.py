@@ -37,17 +37,10 @@ def small_case(seed: int):
     stages = draw.choice([1, 2])
     cuts = [sorted(draw.sample(range(1, 40), draw.randint(0, 2))) for _ in range(draw.randint(1, 3))]
     lengths = [40] * len(cuts)
-    chunks = [
-        Chunk((Segment(q, start, end),))
-        for q, inner in enumerate(sorted(cuts, key=len, reverse=True))
-        for start, end in itertools.pairwise([0, *inner, 40])
-    ]
-    return elastic_1f1b(chunks, stages, False), tabulate(
-        chunks,
-        problem(lengths, stages),
-        small_costs(draw, stages),
-        draw.choice([RECOMPUTE_MODES, RECOMPUTE_MODES[:2], RECOMPUTE_MODES[:1]]),
-    )
+    cuts = [[0, *inner, 40] for inner in sorted(cuts, key=len, reverse=True)]
+    chunks = [Chunk((Segment(q, *part),)) for q, inner in enumerate(cuts) for part in itertools.pairwise(inner)]
+    costs, modes = small_costs(draw, stages), draw.choice([RECOMPUTE_MODES, RECOMPUTE_MODES[:2], RECOMPUTE_MODES[:1]])
+    return elastic_1f1b(chunks, stages, False), tabulate(chunks, problem(lengths, stages), costs, modes)
 
 
 def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
@@ -96,9 +89,7 @@ def test_plans_get_slower_as_the_cap_falls_and_recompute_more():
     caps = [80, 40, 32, 28, 24, 20, 18]
     plans = [plan(problem(WHALE, 4, cap * GIB), pipeline(4), Options(slices=24)) for cap in caps]
     spans, times = [made.predicted.makespan_us for made in plans], [sum(map(sum, made.recompute_us)) for made in plans]
-    assert spans == sorted(spans)
-    assert times[0] == 0.0
-    assert times[-1] == max(times)
+    assert (spans, times[0], times[-1]) == (sorted(spans), 0.0, max(times))
     assert times[-1] > 0.1 * plans[-1].predicted.makespan_us
     for cap, made in zip(caps, plans, strict=True):
         assert max(made.predicted.peak_bytes) <= cap * GIB
@@ -117,8 +108,6 @@ def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recomp
     static, peak = max(tables.static), max(peaks_bytes(order, tables, [[0] * count] * 8))
     caps = (static + (peak - static) * 7 // 10,) * 4
     by_price, by_stay = (fit_recompute(order, tables, caps, Options(), stay).recompute_steps for stay in (False, True))
-    assert by_price is not None
-    assert by_stay is not None
     assert sum(map(sum, by_stay)) < 0.5 * sum(map(sum, by_price))
     assert makespan_us(order, tables, by_stay) < 0.9 * makespan_us(order, tables, by_price)
     made = plan(replace(asked, cap_bytes=caps), costs, Options(slices=1))
@@ -129,9 +118,7 @@ def test_chunks_that_stay_long_are_recomputed_first_where_that_takes_less_recomp
 def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
     """Measured times of a mode may be zero."""
     plain = pipeline(2).stages[0]
-    modes = {
-        name: replace(mode, again=LinearTime()) if name != "full" else mode for name, mode in plain.layers.recompute.items()
-    }
+    modes = {name: replace(mode, again=LinearTime()) for name, mode in plain.layers.recompute.items()}
     costs = replace(pipeline(2), stages=(plain.changed(LAYER, recompute=modes),) * 2)
     free = plan(problem((16384,) * 4, 2), costs, Options(slices=1))
     static, peak = max(free.static_bytes), max(free.predicted.peak_bytes)
@@ -143,18 +130,17 @@ def test_a_mode_whose_recompute_takes_no_time_is_taken_first(share: float):
 FIXED = (Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Options(planner="1f1b"))
 
 
-@some_by_default(
-    ("options", "wide_sums"), [(Options(), False), (Options(), True), *product(FIXED, (False,)), *product(FIXED, (True,))], 4
-)
+CASES = [(Options(), False), (Options(), True), *product(FIXED, (False,)), *product(FIXED, (True,))]
+
+
+@some_by_default(("options", "wide_sums"), CASES, 4)
 def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Options, wide_sums: bool):
     costs = pipeline(4)
     if not wide_sums:
-        costs = replace(
-            costs, stages=tuple(s.changed(LAYER, kv=replace(s.kv, many_gradient_bytes_per_token=None)) for s in costs.stages)
-        )
+        narrow = replace(costs.stages[0].kv, many_gradient_bytes_per_token=None)
+        costs = replace(costs, stages=tuple(stage.changed(LAYER, kv=narrow) for stage in costs.stages))
     cap = least_cap_bytes(problem(WHALE, 4), costs, options)
-    fits = plan(problem(WHALE, 4, cap), costs, options)
-    peak = max(fits.predicted.peak_bytes)
+    peak = max(plan(problem(WHALE, 4, cap), costs, options).predicted.peak_bytes)
     assert peak <= cap
     # With the sums of many slices wider, or fixed slices, the fastest plan under that cap has other chunks.
     assert wide_sums or options.chunk_tokens or options.slices or peak == cap
@@ -165,8 +151,7 @@ def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Opt
 def test_a_cap_on_one_rank_makes_that_rank_recompute():
     free = plan(problem(WHALE, 4), pipeline(4), Options(slices=24))
     caps = tuple(peak - 5 * GIB if rank == 2 else 2 * peak for rank, peak in enumerate(free.predicted.peak_bytes))
-    given = problem(WHALE, 4)
-    made = plan(type(given)(given.lengths, given.placement, caps), pipeline(4), Options(slices=24))
+    made = plan(replace(problem(WHALE, 4), cap_bytes=caps), pipeline(4), Options(slices=24))
     assert [any(again.num_layers for again in row) for row in made.recompute] == [False, False, True, False]
 
 

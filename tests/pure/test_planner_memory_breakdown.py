@@ -77,8 +77,7 @@ def recomputed_ahead(made: Plan, share: float) -> Plan:
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_a_recompute_of_its_own_has_what_it_made_until_the_backward_is_done(share: float):
-    draw = random.Random(6)
-    costs = random_costs(draw, 2)
+    costs = random_costs(random.Random(6), 2)
     made = recomputed_ahead(plan(problem((900, 60, 300), 2), costs, Options(recompute=1)), share)
     assert check(made) == []
     again = [step.action for step in steps(made) if step.action.op is Op.R]
@@ -91,15 +90,12 @@ def test_a_recompute_of_its_own_has_what_it_made_until_the_backward_is_done(shar
 def test_static_bytes_are_their_items():
     static = Static.of(1000.5, 6 + 12 / 8)
     assert (static.weights, static.gradients, static.optimizer) == (2001, 4002, 1500)
-    assert static.num_bytes == int(1000.5 * 7.5)
-    assert Static.of(10, 3.0) == Static(weights=20, gradients=10)
+    assert (static.num_bytes, Static.of(10, 3.0)) == (int(1000.5 * 7.5), Static(weights=20, gradients=10))
 
 
 def test_what_fragments_is_a_share_of_what_comes_and_goes():
-    draw = random.Random(1)
-    costs = on_device(random_costs(draw, 2), 0.25)
-    made = memory_breakdown(plan(problem((300, 20), 2), costs), costs)
-    moment = made.peak(0)
+    costs = on_device(random_costs(random.Random(1), 2), 0.25)
+    moment = memory_breakdown(plan(problem((300, 20), 2), costs), costs).peak(0)
     passing = {name: size for name, size in moment.items.items() if name in item.DYNAMIC}
     assert passing[item.FRAGMENTATION] == pytest.approx(sum(passing.values()) / 5, abs=10)
 

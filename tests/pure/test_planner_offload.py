@@ -57,16 +57,9 @@ def slices(sequence: int, *ends: int) -> tuple[Chunk, ...]:
 
 def pencil(per_pair_us: float) -> PipelineCosts:
     """Two layers, two heads, so four pieces of 5 bytes per token; the gradient has twice that. A byte takes a microsecond."""
-    stage = stage_of(
-        num_layers=2,
-        forward=LinearTime(per_pair_us=per_pair_us),
-        backward=LinearTime(per_pair_us=2 * per_pair_us),
-        layer_bytes_per_token=50.0,
-        recomputed_layer_bytes_per_token=10.0,
-        kv_bytes_per_token=10.0,
-        kv_gradient_bytes_per_token=20.0,
-        kv_heads=2,
-    )
+    lines = {"forward": LinearTime(per_pair_us=per_pair_us), "backward": LinearTime(per_pair_us=2 * per_pair_us)}
+    kv = {"kv_bytes_per_token": 10.0, "kv_gradient_bytes_per_token": 20.0, "kv_heads": 2}
+    stage = stage_of(num_layers=2, layer_bytes_per_token=50.0, recomputed_layer_bytes_per_token=10.0, **lines, **kv)
     return PipelineCosts("pencil", (stage,), 1.0, host_latency_us=0.5, host_us_per_byte=1.0)
 
 
@@ -81,8 +74,7 @@ def test_what_streaming_takes_beyond_attention():
     assert found.again_us.tolist() == [0, 2 * 21, 2 * 31]
     assert pencil(0.0).kv_offload_costs(0, work, 2.0).forward_us.tolist() == (2 * found.forward_us).tolist()
     hidden = pencil(1e6).kv_offload_costs(0, work)
-    assert hidden.forward_us.tolist() == [21, 21 + 11, 31 + 11]
-    assert hidden.again_us.tolist() == [0, 0, 0]
+    assert (hidden.forward_us.tolist(), hidden.again_us.tolist()) == ([21, 21 + 11, 31 + 11], [0, 0, 0])
 
 
 def test_what_is_on_the_device_and_at_the_host():
@@ -142,9 +134,8 @@ def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int])
 
 def named_host_bytes(error: Exception) -> int:
     """The host memory that an infeasibility message names."""
-    found = re.search(r"GiB \((\d+) bytes\) in host memory", str(error))
-    assert found is not None, str(error)
-    return int(found[1])
+    (found,) = re.findall(r"GiB \((\d+) bytes\) in host memory", str(error))
+    return int(found)
 
 
 @BATCHES
@@ -157,8 +148,7 @@ def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: li
     assert f"GiB ({host} bytes)" in str(refused.value).split("in host memory, where it may have ")[1]
     wanted = named_host_bytes(refused.value)
     assert f"or --epp-host-memory-gb to {enough_gib(wanted)}" in refused.value.text(TRAINING)
-    made = plan(problem(lengths, 2, cap, host_cap_bytes=wanted), costs, FIXED_ON)
-    assert max(host_peak_bytes(made)) <= wanted
+    assert max(host_peak_bytes(plan(problem(lengths, 2, cap, host_cap_bytes=wanted), costs, FIXED_ON))) <= wanted
     with pytest.raises(InfeasibleError) as refused:
         plan(problem(lengths, 2, cap, host_cap_bytes=wanted - HOST_UNIT_BYTES), costs, FIXED_ON)
     assert named_host_bytes(refused.value) == wanted
@@ -220,11 +210,8 @@ def even(count: int, weights: bool) -> tuple[Problem, Tables, tuple, list[int]]:
     asked, costs = batch(count), costs_of()
     chunks = plan(replace(asked, cap_bytes=(1 << 50,) * RANKS), costs, Options(slices=1)).chunks
     tables = tabulate(chunks, asked, costs, OFFLOAD.modes(costs.recompute_modes))
-    if weights:
-        order = Spacing.of(RANKS, 2, 1, SPLIT_UNITS).order(slice_groups(chunks), PLACEMENT)
-    else:
-        order = whole_backwards(slice_groups(chunks), PLACEMENT, SPLIT_UNITS)
-    none = [[0] * len(chunks)] * 8
+    spaced = Spacing.of(RANKS, 2, 1, SPLIT_UNITS).order if weights else partial(whole_backwards, units=SPLIT_UNITS)
+    order, none = spaced(slice_groups(chunks), PLACEMENT), [[0] * len(chunks)] * 8
     return asked, tables, order, peaks_of(held_bytes(encode(order, len(chunks)), tables, none))
 
 
@@ -246,30 +233,18 @@ def test_ranks_are_within_their_caps_with_copies_and_recompute(weights: bool, sh
     assert any(map(any, made.recompute_steps)) == recomputes
 
 
-def test_activations_are_copied_where_no_cap_requires_it_and_the_longest_lived_ones_first():
+def test_without_a_cap_the_longest_lived_are_copied_first_what_the_host_lacks_is_told_and_a_limit_is_held():
     _, tables, order, peaks = even(8, weights=False)
-    found = fitted_ahead(tables, order, peaks)
-    (made,) = found.offloads
+    free = fitted_ahead(tables, order, peaks)
+    (made,) = free.offloads
     assert not any(map(any, made.recompute_steps))
     for first, second in tables.stages_of:
         assert sum(made.shares[first]) >= sum(made.shares[second])
         assert any(made.shares[first])
-
-
-def test_what_the_host_lacks_is_told():
-    _, tables, order, peaks = even(8, weights=False)
-    free = fitted_ahead(tables, order, peaks)
     assert free.short_bytes == 0
-    most = max(free.offloads[0].most_away(tables))
-    short = fitted_ahead(tables, order, peaks, room=most - 5)
-    assert short.short_bytes == 5
-
-
-def test_nothing_slower_than_a_limit_is_fitted():
-    _, tables, order, peaks = even(8, weights=False)
-    found = fitted_ahead(tables, order, peaks)
-    assert fitted_ahead(tables, order, peaks, limit_us=found.makespan_us) is None
-    assert fitted_ahead(tables, order, peaks, limit_us=found.makespan_us + 1) == found
+    assert fitted_ahead(tables, order, peaks, room=max(free.offloads[0].most_away(tables)) - 5).short_bytes == 5
+    assert fitted_ahead(tables, order, peaks, limit_us=free.makespan_us) is None
+    assert fitted_ahead(tables, order, peaks, limit_us=free.makespan_us + 1) == free
 
 
 @some_by_default(("count", "cap_bytes"), [(20, 19_927_829_299), (24, 20_680_888_729)], 1)
@@ -301,8 +276,7 @@ def test_where_less_than_a_layers_input_may_leave_nothing_is_copied(lengths: tup
     free = plan(asked, costs)
     cap = (max(free.static_bytes) + max(free.predicted.peak_bytes)) // 2
     made = plan(replace(asked, cap_bytes=(cap,) * 2), costs, Options(offload=True, kv_offload=False))
-    assert check(made) == []
-    assert any(made.copies) == copies
+    assert (check(made), any(made.copies)) == ([], copies)
 
 
 def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
@@ -334,11 +308,10 @@ EQUAL, SKEWED = (8192,) * 24, (30000, 9000, 5000, *[900] * 40)
 SPLIT, SEARCHED = Options(split_weight=True), Options(steps=50)
 
 
-@some_by_default(
-    ("lengths", "options"),
-    [(EQUAL, Options()), (SKEWED, SPLIT), (SKEWED, SEARCHED), (SKEWED, Options()), (EQUAL, SPLIT), (EQUAL, SEARCHED)],
-    2,
-)
+CASES = [(EQUAL, Options()), (SKEWED, SPLIT), (SKEWED, SEARCHED), (SKEWED, Options()), (EQUAL, SPLIT), (EQUAL, SEARCHED)]
+
+
+@some_by_default(("lengths", "options"), CASES, 2)
 def test_steps_of_two_actions_make_a_plan_of_tensor_parallel_ranks_faster(lengths: tuple[int, ...], options: Options):
     asked, costs = problem(lengths, RANKS, 40 * GIB), tensor_parallel_costs(8)
     plain, made = (plan(asked, costs, replace(options, overlap_exchanges=on)) for on in (False, True))
@@ -352,16 +325,14 @@ def test_steps_of_two_actions_make_a_plan_of_tensor_parallel_ranks_faster(length
 
 
 def test_weight_gradients_are_joined_with_forwards_where_these_have_no_backward_in_front():
-    placement = Placement("v", RANKS, 2)
-    asked = Problem((8192,) * 24, placement.rank_of, (80 * GIB,) * RANKS)
+    asked = Problem((8192,) * 24, Placement("v", RANKS, 2).rank_of, (80 * GIB,) * RANKS)
     made = plan(asked, tensor_parallel_costs(8, 8), replace(ASKED, split_weight=True))
     assert {(Op.B, Op.F), (Op.W, Op.F)} <= {tuple(action.op for action in step.actions) for step in joined(made)}
     assert check(made) == []
 
 
 def test_slices_of_one_sequence_are_no_step():
-    asked = problem(SKEWED, RANKS, 40 * GIB)
-    made = plan(asked, tensor_parallel_costs(8), replace(ASKED, chunk_tokens=30000))
+    made = plan(problem(SKEWED, RANKS, 40 * GIB), tensor_parallel_costs(8), replace(ASKED, chunk_tokens=30000))
     steps = [step.actions for step in joined(made)]
     assert steps
     group_of = {c: number for number, group in enumerate(slice_groups(made.chunks)) for c in group}

@@ -1,8 +1,5 @@
 """The planner as a whole: sound, deterministic, never slower than plain 1F1B, and open to new schedules."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +9,7 @@ from megatron_epp.plan.document import digest
 from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.tools.formulas import H100, ModelShape, analytic_costs
-from tests.support import ROOT
+from tests.support.calls import run_python
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths
 
 BATCH = (60000, *web_lengths(40, seed=2))
@@ -24,10 +21,8 @@ def test_equal_problems_give_equal_plans_whatever_the_hash_seed():
         "from megatron_epp.plan.document import digest; "
         f"print(digest(plan(problem({BATCH!r}, 4, {25 * GIB}, token_multiple=8), pipeline(4))))"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     own = digest(plan(problem(BATCH, 4, 25 * GIB, token_multiple=8), pipeline(4)))
-    assert done.stdout == own + "\n"
+    assert run_python(program, PYTHONHASHSEED="4242").stdout == f"{own}\n"
 
 
 def test_one_whole_sequence_per_chunk_is_the_choice_where_nothing_is_gained_by_cutting_or_packing():
@@ -38,18 +33,14 @@ def test_one_whole_sequence_per_chunk_is_the_choice_where_nothing_is_gained_by_c
     assert made.predicted.makespan_us == pytest.approx(plain.predicted.makespan_us)
 
 
-def test_tiny_sequences_are_packed_because_that_is_faster():
-    given, costs = problem((100,) * 128, 4), pipeline(4)
-    made, plain = plan(given, costs), plan(given, costs, Options(planner="1f1b"))
-    assert len(made.chunks) < 64
-    assert made.predicted.makespan_us < 0.7 * plain.predicted.makespan_us
-
-
-def test_a_whale_is_cut_because_that_is_faster():
-    given, costs = problem((100000, *(500,) * 20), 8), pipeline(8)
-    made, plain = plan(given, costs), plan(given, costs, Options(planner="1f1b"))
-    assert made.predicted.makespan_us < 0.2 * plain.predicted.makespan_us
-    assert made.predicted.bubble_fraction < 0.1
+def test_tiny_sequences_are_packed_and_a_whale_is_cut_because_that_is_faster():
+    tiny, whale = problem((100,) * 128, 4), problem((100000, *(500,) * 20), 8)
+    packed, cut = plan(tiny, pipeline(4)), plan(whale, pipeline(8))
+    assert len(packed.chunks) < 64
+    assert cut.predicted.bubble_fraction < 0.1
+    for made, given, share in ((packed, tiny, 0.7), (cut, whale, 0.2)):
+        plain = plan(given, pipeline(given.num_stages), Options(planner="1f1b"))
+        assert made.predicted.makespan_us < share * plain.predicted.makespan_us
 
 
 def test_the_baseline_is_1f1b_over_whole_sequences_in_batch_order():

@@ -19,10 +19,13 @@ from tests.support.plan.report_plans import measured_run, sliced_plan, with_offl
 
 def bars(axis, label):
     """Start and end in ms of every bar of the collection, and their colours."""
-    found = [c for c in axis.collections if c.get_label() == f"_{label}"]
-    assert len(found) == 1
-    spans = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in found[0].get_paths()]
-    return np.array(spans), found[0].get_facecolor()
+    (found,) = (c for c in axis.collections if c.get_label() == f"_{label}")
+    spans = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in found.get_paths()]
+    return np.array(spans), found.get_facecolor()
+
+
+def assert_drawn(axis, label, starts_us, ends_us):
+    np.testing.assert_allclose(bars(axis, label)[0], np.array([starts_us, ends_us]).T / 1e3)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 5])
@@ -31,9 +34,7 @@ def test_every_action_is_a_bar_at_the_simulators_time(num_ranks):
     timeline = simulate(plan)
     axis = gantt(plan).axes[0]
     for rank in range(num_ranks):
-        spans, _ = bars(axis, f"rank {rank} compute")
-        expected = np.array([timeline.start_us[rank], timeline.end_us[rank]]).T / 1e3
-        np.testing.assert_allclose(spans, expected)
+        assert_drawn(axis, f"rank {rank} compute", timeline.start_us[rank], timeline.end_us[rank])
     assert [label.get_text() for label in axis.get_yticklabels()] == [f"rank {rank}" for rank in range(num_ranks)]
 
 
@@ -42,8 +43,7 @@ def test_a_run_is_drawn_below_the_plan_and_has_a_time_axis_of_its_own_where_it_i
     plan = sliced_plan()
     measured = measured_run(plan, slowdown)
     planned_axis, measured_axis, memory_axis = gantt(plan, measured).axes
-    spans, _ = bars(measured_axis, "rank 1 compute")
-    np.testing.assert_allclose(spans, np.array([event[1:3] for event in measured.ranks[1]]) / 1e3)
+    assert_drawn(measured_axis, "rank 1 compute", *([event[at] for event in measured.ranks[1]] for at in (1, 2)))
     title = measured_axis.get_title(loc="left")
     assert planned_axis.get_title(loc="left").startswith("planned")
     assert title.startswith("measured")
@@ -60,22 +60,15 @@ def test_recompute_is_the_front_of_its_backward():
     strips, colours = bars(axis, "rank 0 recompute")
     backwards = [i for i, step in enumerate(plan.ranks[0]) if step.action.op is Op.B]
     spans, _ = bars(axis, "rank 0 compute")
+    lengths = [plan.chunks[plan.ranks[0][i].action.chunk].num_tokens * 0.5e-3 for i in backwards]
     np.testing.assert_allclose(strips[:, 0], spans[backwards, 0])
-    np.testing.assert_allclose(
-        strips[:, 1] - strips[:, 0], [plan.chunks[plan.ranks[0][i].action.chunk].num_tokens * 0.5e-3 for i in backwards]
-    )
+    np.testing.assert_allclose(strips[:, 1] - strips[:, 0], lengths)
     assert {matplotlib.colors.to_hex(c).upper() for c in colours} == {operation(Op.R).colour}
 
 
-SEEN = {
-    "by most": np.eye(3),
-    "without red cones": np.array(
-        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
-    ),
-    "without green cones": np.array(
-        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-    ),
-}
+NO_RED = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+NO_GREEN = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+SEEN = {"by most": np.eye(3), "without red cones": np.array(NO_RED), "without green cones": np.array(NO_GREEN)}
 """Linear sRGB as people see it: Machado, Oliveira and Fernandes, 2009, for a missing kind of cones."""
 XYZ_OF_SRGB = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 
@@ -98,8 +91,7 @@ def test_items_of_memory_differ_in_colour_for_everybody(seen):
     colours = item_colours(breakdown)
     assert len(colours) == len(static) + len(DYNAMIC)
     points = lab(colours.values(), seen)
-    apart = np.linalg.norm(points[:, None] - points[None], axis=2)
-    assert apart[~np.eye(len(points), dtype=bool)].min() > 15
+    assert np.linalg.norm(points[:, None] - points[None], axis=2)[~np.eye(len(points), dtype=bool)].min() > 15
 
 
 def test_memory_is_drawn_against_the_cap_which_is_told_instead_where_it_is_far_above():
@@ -118,8 +110,7 @@ def test_memory_is_drawn_against_the_cap_which_is_told_instead_where_it_is_far_a
 def test_copies_get_a_lane_of_their_own():
     plan = with_offload(sliced_plan(), chunk=0)
     timeline = simulate(plan)
-    spans, _ = bars(gantt(plan).axes[0], "rank 0 copy")
-    np.testing.assert_allclose(spans, np.array([timeline.copy_start_us[0], timeline.copy_end_us[0]]).T / 1e3)
+    assert_drawn(gantt(plan).axes[0], "rank 0 copy", timeline.copy_start_us[0], timeline.copy_end_us[0])
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
@@ -135,8 +126,7 @@ def test_plans_stand_in_the_order_given_on_the_time_axis_of_the_longest():
     assert {axis.get_xlim() for axis in figure.axes} == {(0.0, long.predicted.makespan_us / 1e3)}
     for axis, plan in zip(figure.axes, (short, long), strict=True):
         timeline = simulate(plan)
-        drawn, _ = bars(axis, "rank 1 compute")
-        np.testing.assert_allclose(drawn, np.array([timeline.start_us[1], timeline.end_us[1]]).T / 1e3)
+        assert_drawn(axis, "rank 1 compute", timeline.start_us[1], timeline.end_us[1])
         assert f"bubble {plan.predicted.bubble_fraction:.1%}" in axis.get_title(loc="left")
     without, recomputing = (axis.get_title(loc="left") for axis in figure.axes)
     assert "recompute" not in without

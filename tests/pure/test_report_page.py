@@ -77,8 +77,7 @@ def test_reasons_lead_back_along_the_critical_path():
     path = columns["critical"]
     assert [b - columns["because"][b] for b in path[1:]] == path[:-1]
     ends = [start + time for start, time in zip(columns["start_us"], columns["time_us"], strict=True)]
-    assert max(ends) == ends[path[-1]]
-    assert set(columns["transfers"]) == {"activation", "gradient"}
+    assert (max(ends), set(columns["transfers"])) == (ends[path[-1]], {"activation", "gradient"})
 
 
 def test_recompute_has_its_share_of_the_backward_and_its_modes():
@@ -88,8 +87,7 @@ def test_recompute_has_its_share_of_the_backward_and_its_modes():
     again = columns["recompute"]
     times = zip(again["box"], again["time_us"], strict=True)
     found = {actions_of(columns)[box]: time_us / columns["time_us"][box] for box, time_us in times}
-    assert found == pytest.approx(shares)
-    assert again["modes"] == [str(plan.recompute[0][0])]
+    assert (found, again["modes"]) == (pytest.approx(shares), [str(plan.recompute[0][0])])
 
 
 def test_a_run_is_joined_with_its_plan():
@@ -107,12 +105,10 @@ def test_a_run_is_joined_with_its_plan():
 
 def test_no_text_ends_the_script_in_which_it_stands():
     bad = "</script><script>alert(1)</script><!-- \u2028 &"
-    plan = replace(sliced_plan(), notes=(bad,), planner=bad, costs=bad)
-    text = page([Shown(bad, plan)])
+    text = page([Shown(bad, replace(sliced_plan(), notes=(bad,), planner=bad, costs=bad))])
     assert text.count("</script") == page([Shown("p", sliced_plan())]).count("</script")
     assert bad not in text
-    assert data_of(text)["plans"][0]["name"] == bad
-    assert json.loads(embedded([bad])) == [bad]
+    assert (data_of(text)["plans"][0]["name"], json.loads(embedded([bad]))) == (bad, [bad])
 
 
 def test_the_page_names_no_other_file_and_forbids_requests():
@@ -245,8 +241,7 @@ def test_a_measurement_survives_its_file_with_its_processor_times_where_there_ar
     measured = Measured(measured.plan_digest, ((first._replace(cpu_us=7.5), *rest), *measured.ranks[1:]))
     measured.save(tmp_path / "run.json")
     loaded = Measured.load(tmp_path / "run.json")
-    assert loaded == measured
-    assert [event.cpu_us for event in loaded.ranks[0]] == [7.5, *[None] * len(rest)]
+    assert (loaded, [event.cpu_us for event in loaded.ranks[0]]) == (measured, [7.5, *[None] * len(rest)])
 
 
 def test_makespan_and_bubble_of_a_run_are_those_of_its_events():
@@ -260,8 +255,7 @@ def test_makespan_and_bubble_of_a_run_are_those_of_its_events():
 
 def test_twice_as_far_as_megatrons_own_or_the_floor_is_allowed_and_no_more():
     near = deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0079], floor=1e-6)
-    assert near.theirs == pytest.approx(1e-3)
-    assert near.allowed == pytest.approx(2e-3)
+    assert (near.theirs, near.allowed) == (pytest.approx(1e-3), pytest.approx(2e-3))
     assert near.holds
     assert not deviation([2.0, 4.0], [2.0, 4.004], [2.0, 4.0081], floor=1e-6).holds
     assert deviation([2.0], [2.0], [2.00001], floor=1e-5).holds
@@ -306,8 +300,7 @@ def test_every_message_between_ranks_is_one_arrow_from_its_producer_to_its_consu
     for event in [*events(made, "s"), *events(made, "f")]:
         assert event["ph"] not in ends[event["id"]], "an id is used by one pair only"
         ends[event["id"]][event["ph"]] = event
-    messages = simulate(plan).messages()
-    assert len(ends) == len(messages) == 2 * 2 * len(plan.chunks)
+    assert len(ends) == len(simulate(plan).messages()) == 2 * 2 * len(plan.chunks)
     boxes = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events(made, "X")]
     for pair in ends.values():
         assert pair["s"]["ts"] <= pair["f"]["ts"]
@@ -330,6 +323,5 @@ def test_a_run_lies_beside_the_plan_in_the_same_process():
 
 
 def test_copies_run_on_a_stream_of_their_own():
-    plan = with_offload(sliced_plan(), chunk=0)
-    copies = on_stream(trace(plan), "planned copy")
+    copies = on_stream(trace(with_offload(sliced_plan(), chunk=0)), "planned copy")
     assert [(e["pid"], e["name"], e["dur"]) for e in copies] == [(0, name, pytest.approx(50.0)) for name in ("0O0", "0L0")]

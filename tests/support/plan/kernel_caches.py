@@ -23,16 +23,13 @@ SEQUENCES = {"wikipedia": 64, "code": 32, "agents": 32}
 """Sequences of a batch, by the kind of its lengths."""
 
 
-def _batch_bucket(count: int) -> int:
-    """Round a batch size as Transformer Engine does: 32, a power of two up to 512, then a multiple of it."""
-    power = ceil(log2(count))
-    return 32 if power <= 5 else 2**power if power <= 9 else -(-count // 512) * 512
+def _bucket(count: int, least: int, most: int) -> int:
+    """Round as Transformer Engine does: to the least, a power of two up to the most, then a multiple of that."""
+    return max(least, 2 ** ceil(log2(count))) if count <= most else -(-count // most) * most
 
 
-def _token_bucket(count: int) -> int:
-    """Round a token count as Transformer Engine does: 1,024, a power of two up to 32,768, then a multiple of it."""
-    power = ceil(log2(count))
-    return 1024 if power <= 10 else 2**power if power <= 15 else -(-count // 32768) * 32768
+def _tokens(size: CallSize) -> tuple[int, int]:
+    return _bucket(size.queries, 1024, 32768), _bucket(size.keys, 1024, 32768)
 
 
 @dataclass(frozen=True)
@@ -50,15 +47,11 @@ def in_class(size: CallSize) -> CallSize:
 
 
 def _bucketed(size: CallSize) -> object:
-    return _batch_bucket(size.segments), _token_bucket(size.queries), _token_bucket(size.keys)
-
-
-def _exact_segments(size: CallSize) -> object:
-    return size.segments, _token_bucket(size.queries), _token_bucket(size.keys)
+    return _bucket(size.segments, 32, 512), _tokens(size)
 
 
 LIBRARIES = (
-    Library("cuDNN from 9.24, Transformer Engine from 2.18", _exact_segments, _bucketed),
+    Library("cuDNN from 9.24, Transformer Engine from 2.18", lambda size: (size.segments, _tokens(size)), _bucketed),
     Library("cuDNN from 9.6", _bucketed, _bucketed),
 )
 

@@ -7,21 +7,17 @@ from dataclasses import replace
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_costs
+from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_costs, analytic_profile
+from megatron_epp.tools.formulas.library import load_flags, shape_of
 
 GIB = 1 << 30
+LLAMA = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 
 
 def pipeline(stages: int, layers: int = 4, *, vocab_size: int = 4096, cpu: bool = False) -> PipelineCosts:
     """An 8B-like model with a small vocabulary, `layers` layers per stage."""
-    shape = ModelShape(
-        num_layers=stages * layers,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=vocab_size,
-    )
+    sizes = {"hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8}
+    shape = ModelShape(num_layers=stages * layers, vocab_size=vocab_size, **sizes)
     return analytic_costs(shape, CPU if cpu else H100, [layers] * stages, state_bytes_per_parameter=8.0)
 
 

@@ -27,21 +27,16 @@ def sliced_plan(num_ranks: int = 2, slices: int = 2, batched: int = 2, recompute
     ranks = []
     for rank in range(num_ranks):
         warm = min(num_ranks - rank - 1 + slices, len(chunks))
-        forward, backward = [_forward(rank, c, chunks) for c in range(len(chunks))], []
-        backward = [_backward(rank, c, chunks, recompute) for c in backward_order]
+        forward = [_step(Op.F, rank, c, chunks, 1.0) for c in range(len(chunks))]
         order = forward[:warm]
-        for i, step in enumerate(backward):
-            order += [step, *forward[warm + i : warm + i + 1]]
+        for i, c in enumerate(backward_order):
+            order += [_step(Op.B, rank, c, chunks, 2.0 + recompute / LAYERS), *forward[warm + i : warm + i + 1]]
         ranks.append(tuple(order))
     rows = [[step.action for step in row] for row in ranks]
     plan = plan_of(rows, chunks, tuple(range(num_ranks)), message_us=10.0, cap_bytes=2**24, static_bytes=2**20)
-    plan = replace(
-        plan,
-        recompute=((Recompute(recompute),) * len(chunks),) * num_ranks,
-        recompute_us=(tuple(chunk.num_tokens * recompute / LAYERS for chunk in chunks),) * num_ranks,
-        ranks=tuple(ranks),
-    )
-    return predicted(plan)
+    modes = ((Recompute(recompute),) * len(chunks),) * num_ranks
+    times_us = (tuple(chunk.num_tokens * recompute / LAYERS for chunk in chunks),) * num_ranks
+    return predicted(replace(plan, recompute=modes, recompute_us=times_us, ranks=tuple(ranks)))
 
 
 def predicted(plan: Plan) -> Plan:
@@ -51,14 +46,9 @@ def predicted(plan: Plan) -> Plan:
     return replace(plan, predicted=Prediction(timeline.makespan_us, bound, timeline.peak_bytes, timeline.bubble_fraction))
 
 
-def _forward(stage: int, chunk: int, chunks: tuple[Chunk, ...]) -> Step:
+def _step(op: Op, stage: int, chunk: int, chunks: tuple[Chunk, ...], us: float) -> Step:
     tokens = chunks[chunk].num_tokens
-    return Step(Action(Op.F, stage, chunk), float(tokens), 1024 * tokens, 0)
-
-
-def _backward(stage: int, chunk: int, chunks: tuple[Chunk, ...], recompute: int) -> Step:
-    tokens = chunks[chunk].num_tokens
-    return Step(Action(Op.B, stage, chunk), tokens * (2.0 + recompute / LAYERS), 0, 1024 * tokens)
+    return Step(Action(op, stage, chunk), tokens * us, *((1024 * tokens, 0) if op is Op.F else (0, 1024 * tokens)))
 
 
 def with_offload(plan: Plan, chunk: int) -> Plan:
@@ -72,26 +62,15 @@ def measured_run(plan: Plan, slowdown: float = 1.25) -> Measured:
     """A run of the plan in which every compute action took `slowdown` times what was planned."""
     slow = replace(plan, ranks=tuple(tuple(s._replace(time_us=s.time_us * slowdown) for s in steps) for steps in plan.ranks))
     timeline = simulate(slow)
-    events = [
-        tuple(
-            Event(step.action, *times)
-            for step, *times in zip(steps, timeline.start_us[rank], timeline.end_us[rank], strict=True)
-        )
-        for rank, steps in enumerate(plan.ranks)
-    ]
+    rows = zip(plan.ranks, timeline.start_us, timeline.end_us, strict=True)
+    events = (tuple(Event(step.action, *times) for step, *times in zip(*row, strict=True)) for row in rows)
     return Measured(digest(plan), tuple(events))
 
 
 def v_shaped_plan() -> Plan:
     """The forward of one chunk through four stages on two ranks: down the ranks and up again."""
-    base = sliced_plan(num_ranks=4, slices=1, batched=0)
     steps = [Step(Action(Op.F, stage, 0), 100.0, 0, 0) for stage in range(4)]
-    return replace(
-        base,
-        placement=(0, 1, 1, 0),
-        ranks=((steps[0], steps[3]), (steps[1], steps[2])),
-        static_bytes=(2**20,) * 2,
-        cap_bytes=(2**24,) * 2,
-        forward_only=True,
-        predicted=Prediction(420.0, 400.0, (2**20,) * 2, 0.5),
-    )
+    ranks, sizes = ((steps[0], steps[3]), (steps[1], steps[2])), {"static_bytes": (2**20,) * 2, "cap_bytes": (2**24,) * 2}
+    predicted = Prediction(420.0, 400.0, (2**20,) * 2, 0.5)
+    base = sliced_plan(num_ranks=4, slices=1, batched=0)
+    return replace(base, placement=(0, 1, 1, 0), ranks=ranks, forward_only=True, predicted=predicted, **sizes)

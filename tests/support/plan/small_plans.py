@@ -8,6 +8,7 @@ share.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Copy, Messages, Op, Plan, Prediction, Segment, Step
 from megatron_epp.plan.grid import from_grid
@@ -31,25 +32,17 @@ def make_plan(
     placement: Sequence[int] | None = None,
     copies: Sequence[str] = (),
     offload_share: float = 0.0,
-    message_us: float = 1.0,
-    cap_bytes: int = BIG,
-    static_bytes: int = 100,
-    forward_only: bool = False,
+    **rest: Any,
 ) -> Plan:
-    """A plan from its rows, ``["0F0 0B0", "1F0 1B0"]``; stage i runs on rank i unless `placement` says otherwise."""
+    """A plan from its rows, ``["0F0 0B0", "1F0 1B0"]``; stage i runs on rank i unless `placement` says otherwise.
+
+    Args:
+        rest: as `plan_of` takes it.
+    """
     ranks = from_grid("\n".join(f"rank {i} | {row}" for i, row in enumerate(rows)))
     moved = from_grid("\n".join(f"copy {i} | {row}" for i, row in enumerate(copies)), block="copy")
-    return plan_of(
-        ranks,
-        tuple(chunks),
-        tuple(placement if placement is not None else range(len(rows))),
-        moved,
-        {action: offload_share for row in moved for action in row if action.op is Op.O},
-        message_us,
-        cap_bytes,
-        static_bytes,
-        forward_only,
-    )
+    shares = {action: offload_share for row in moved for action in row if action.op is Op.O}
+    return plan_of(ranks, tuple(chunks), tuple(range(len(rows)) if placement is None else placement), moved, shares, **rest)
 
 
 def plan_of(
@@ -73,7 +66,20 @@ def plan_of(
     table = tuple(tuple(shares.get(Action(Op.O, s, c), 0.0) for c in range(len(chunks))) for s in range(stages))
 
     def step(action: Action) -> Step:
-        return _step(action, chunks, lengths, action._replace(op=Op.W) in split, table, forward_only)
+        op, stage, c = action
+        slices = [part for part in (chunks[c].slice_of(lengths), chunks[c].begun_of(lengths)) if part is not None]
+        opened = 5 * sum(lengths[part.sequence] for part in slices if part.start == 0)
+        closed = 5 * sum(lengths[part.sequence] for part in slices if part.end == lengths[part.sequence])
+        kept, of_w = 0 if forward_only else 10 * chunks[c].num_tokens, 4 * chunks[c].num_tokens
+        has_w, away = action._replace(op=Op.W) in split, int(kept * table[stage][c])
+        alloc, free = {
+            Op.F: (kept + opened, closed * forward_only),
+            Op.B: (closed, kept - of_w * has_w + 2 * opened),
+            Op.W: (0, of_w),
+            Op.O: (0, away),
+            Op.L: (away, 0),
+        }.get(op, (0, 0))
+        return Step(action, TIMES[op] - 10.0 * (op is Op.B and has_w), alloc, free)
 
     message = ((message_us,) * len(chunks),) * (stages - 1)
     return Plan(
@@ -92,31 +98,6 @@ def plan_of(
         predicted=Prediction.none(len(ranks)),
         forward_only=forward_only,
     )
-
-
-def _step(
-    action: Action,
-    chunks: tuple[Chunk, ...],
-    lengths: tuple[int, ...],
-    has_w: bool,
-    shares: tuple[tuple[float, ...], ...],
-    forward_only: bool,
-) -> Step:
-    op, stage, c = action
-    slices = [part for part in (chunks[c].slice_of(lengths), chunks[c].begun_of(lengths)) if part is not None]
-    opened = 5 * sum(lengths[part.sequence] for part in slices if part.start == 0)
-    closed = 5 * sum(lengths[part.sequence] for part in slices if part.end == lengths[part.sequence])
-    kept = 0 if forward_only else 10 * chunks[c].num_tokens
-    for_w = 4 * chunks[c].num_tokens if has_w else 0
-    away = int(kept * shares[stage][c])
-    alloc, free = {
-        Op.F: (kept + opened, closed * forward_only),
-        Op.B: (closed, kept - for_w + 2 * opened),
-        Op.W: (0, 4 * chunks[c].num_tokens),
-        Op.O: (0, away),
-        Op.L: (away, 0),
-    }.get(op, (0, 0))
-    return Step(action, TIMES[op] - (10.0 if op is Op.B and has_w else 0.0), alloc, free)
 
 
 def with_rows(plan: Plan, *rows: str) -> Plan:
@@ -153,32 +134,26 @@ def hybrid() -> Plan:
 
 def looped() -> Plan:
     """Four stages on two ranks, twice around."""
-    return make_plan(
-        ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"], whole(3, 3), placement=(0, 1, 0, 1)
-    )
+    rows = ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]
+    return make_plan(rows, whole(3, 3), placement=(0, 1, 0, 1))
 
 
 def v_shape() -> Plan:
     """Four stages on two ranks, there and back, with the weight gradient split off: stages 1 and 2 exchange no messages."""
-    return make_plan(
-        ["0F0 0F1 3F0 3B0 3F1 3B1 3W0 0B0 3W1 0B1 0W0 0W1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 2W0 1W0 2W1 1W1"],
-        whole(3, 3),
-        placement=(0, 1, 1, 0),
-    )
+    rows = ["0F0 0F1 3F0 3B0 3F1 3B1 3W0 0B0 3W1 0B1 0W0 0W1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 2W0 1W0 2W1 1W1"]
+    return make_plan(rows, whole(3, 3), placement=(0, 1, 1, 0))
 
 
 def offload() -> Plan:
     """Half of what stage 0 keeps of chunk 0 leaves the device and returns while others compute."""
-    return make_plan(
-        ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"], whole(4, 4, 2), copies=["0O0 0L0", ""], offload_share=0.5
-    )
+    rows = ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    return make_plan(rows, whole(4, 4, 2), copies=["0O0 0L0", ""], offload_share=0.5)
 
 
 def shared_link() -> Plan:
     """Both ranks copy over one link: rank 1 waits its turn, and the two directions do not mind each other."""
-    plan = make_plan(
-        ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"], whole(4, 4), copies=["0O0 0L0 0O1 0L1", "1O0 1L0 1O1 1L1"], offload_share=0.5
-    )
+    rows, copies = ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"], ["0O0 0L0 0O1 0L1", "1O0 1L0 1O1 1L1"]
+    plan = make_plan(rows, whole(4, 4), copies=copies, offload_share=0.5)
     return replace(with_step(with_step(plan, "0O1", time_us=8.0), "1L0", time_us=8.0), host_links=(0, 0))
 
 
@@ -199,6 +174,5 @@ def faults(plan: Plan) -> list[str]:
 
 
 def only_fault(plan: Plan) -> str:
-    found = faults(plan)
-    assert len(found) == 1, found
-    return found[0]
+    (found,) = faults(plan)
+    return found

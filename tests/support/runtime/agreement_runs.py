@@ -1,5 +1,7 @@
 """Programs of the ranks in the tests of agreement on a script's microbatches and their plan."""
 
+from unittest.mock import Mock
+
 from megatron_epp.mcore.iteration.microbatch_agreement import LocalShapes, agree_on_shapes
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError, PlanError
@@ -18,13 +20,8 @@ def shapes(rank, links, mine, problems=("", ""), num_bytes=(0, 0), replicas=(0, 
 def results(rank, links, ways):
     """What the first rank makes for all, in the way named by `ways`; or the error of this rank."""
 
-    def make():
-        if ways[rank] == "fails":
-            raise PlanError("no plan")
-        if ways[rank] == "breaks":
-            raise ZeroDivisionError("a bug")
-        return f"made by {rank}"
-
+    make = Mock(side_effect={"fails": PlanError("no plan"), "breaks": ZeroDivisionError("a bug")}.get(ways[rank]))
+    make.return_value = f"made by {rank}"
     try:
         return made_by_first(make, links.control)
     except EppError as error:

@@ -21,7 +21,7 @@ from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.upload import Uploader
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.plain_stage import parameters_of, stages_of
 
 DEVICE = 3
 """Device of the audited rank."""
@@ -80,16 +80,6 @@ class Audit:
             yield self
 
 
-class _Ranges:
-    def __init__(self, audit):
-        self.audit = audit
-
-    @contextmanager
-    def range(self, text):
-        self.audit.touch("range")
-        yield
-
-
 class _Touching:
     NAMES = ()
 
@@ -104,6 +94,13 @@ class _Touching:
             self.audit.touch(name)
 
         return call
+
+
+class _Ranges(_Touching):
+    @contextmanager
+    def range(self, text):
+        self.audit.touch("range")
+        yield
 
 
 class Stream(_Touching):
@@ -145,12 +142,7 @@ def uploader(audit, monkeypatch):
 
 def run(audit, plan, rank, watchdog=None, program=None):
     """Run a rank's part of a plan of plain stages under an audit; return its recorder. What it receives is zeros."""
-    batch, recorder = batch_of(plan), Recorder()
-    stages = {
-        number: PlainStage(build_part(plan.num_layers, number), batch)
-        for number, where in enumerate(plan.placement)
-        if where == rank
-    }
+    stages, recorder = stages_of(plan, rank), Recorder()
     names = ("activations", "gradients", "figures", "control", "activations_down", "gradients_up")
     links = Links(tuple(range(plan.num_ranks)), rank, **{name: name for name in names}, directions=(), slots_on_cpu=True)
 
@@ -165,9 +157,10 @@ def run(audit, plan, rank, watchdog=None, program=None):
 
     with patch.object(dist, "isend", isend), patch.object(dist, "irecv", irecv):
         host = HostMemory(torch.device("cpu"), 1 << 30, CopyStreams(audit))
-        parameters = [parameter for stage in stages.values() for parameter in stage.part.parameters()]
-        with ActivationOffload(host, parameters) as saved, offload_handlers(plan, rank, stages, host, saved) as handlers:
-            program = prepare(plan, rank) if program is None else program
+        with (
+            ActivationOffload(host, parameters_of(stages)) as saved,
+            offload_handlers(plan, rank, stages, host, saved) as handlers,
+        ):
             own = weight_handlers(plan, stages) | handlers
-            Executor(plan, rank, stages, program, links, recorder, watchdog, handlers=own).run()
+            Executor(plan, rank, stages, program or prepare(plan, rank), links, recorder, watchdog, handlers=own).run()
     return recorder

@@ -27,7 +27,7 @@ from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.upload import Uploader
 from tests.support.plan.queue_machine import Launch
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, parameters_of
 
 COMPUTE, WAIT, SEND, RECEIVE, REDUCTION = "compute", "wait", "send", "receive", "reduction"
 OFFLOAD, LOAD, UPLOAD = "offload", "load", "upload"
@@ -257,11 +257,10 @@ def record(plan, rank, replica=0, make_stage=RecordedStage, make_reductions=Redu
     down = {"activations_down": "activations down", "gradients_up": "gradients up"}
     links = Links(tuple(range(plan.num_ranks)), rank, **groups, **down, directions=(), slots_on_cpu=True)
     host = HostMemory(torch.device("cpu"), 1 << 30, RecordedCopies(log))
-    parameters = [p for stage in stages.values() for p in stage.part.parameters()]
     with (
         nullcontext() if memory is None else memory.watching(log),
         reductions,
-        ActivationOffload(host, parameters) as saved,
+        ActivationOffload(host, parameters_of(stages)) as saved,
         offload_handlers(plan, rank, stages, host, saved) as handlers,
         patch.object(dist, "isend", messages.isend),
         patch.object(dist, "irecv", messages.irecv),

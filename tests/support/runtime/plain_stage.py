@@ -33,9 +33,8 @@ class RandomText(MemoryDataset):
 
 
 def batch_of(plan):
-    return GlobalBatch(
-        indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
-    )
+    indices = tuple(range(len(plan.lengths)))
+    return GlobalBatch(indices=indices, lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths))
 
 
 class Layer(nn.Module):
@@ -155,6 +154,16 @@ class PlainStage:
         return {name: None if grad is None else grad.numpy() for name, grad in self.gradients().items()}
 
 
+def stages_of(plan, rank=0, kind=PlainStage, dtype=torch.float32, **options):
+    """Stages of a rank by their numbers."""
+    batch, here = batch_of(plan), [stage for stage, where in enumerate(plan.placement) if where == rank]
+    return {stage: kind(build_part(plan.num_layers, stage, dtype), batch, **options) for stage in here}
+
+
+def parameters_of(stages):
+    return [parameter for stage in stages.values() for parameter in stage.part.parameters()]
+
+
 def whole_run(plan, num_layers, dtype=torch.float32):
     """Every sequence whole, one after the other, through all stages in one process.
 
@@ -183,20 +192,16 @@ class StageResult:
 
 def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False, host=None):
     """Run this rank's part of a plan, with copies to and from a host. Returns {stage: StageResult}."""
-    batch = batch_of(plan)
-    stages = {
-        s: PlainStage(build_part(plan.num_layers, s, dtype), batch, reentrant)
-        for s, r in enumerate(plan.placement)
-        if r == rank
-    }
-    parameters = [p for stage in stages.values() for p in stage.part.parameters()]
-    host = host or HostMemory(torch.device("cpu"), 1 << 30)
+    stages, host = stages_of(plan, rank, dtype=dtype, reentrant=reentrant), host or HostMemory(torch.device("cpu"), 1 << 30)
+
+    def cached():
+        return sum(stage.kv_cache.num_bytes for stage in stages.values())
+
     with (
-        ActivationOffload(host, parameters, lambda: sum(stage.kv_cache.num_bytes for stage in stages.values())) as saved,
+        ActivationOffload(host, parameters_of(stages), cached) as saved,
         offload_handlers(plan, rank, stages, host, saved) as handlers,
     ):
         own = weight_handlers(plan, stages) | handlers
         executor_of(plan, rank, stages, links, handlers=own, out_of_memory=OutOfMemoryReport().text).run()
-    left = saved.live_bytes + sum(stage.kv_cache.num_bytes for stage in stages.values()) + host.held_bytes
-    bytes_of = left, saved.peak_bytes, host.held_peak_bytes
+    bytes_of = saved.live_bytes + cached() + host.held_bytes, saved.peak_bytes, host.held_peak_bytes
     return {s: StageResult(stage.arrays(), stage.loss, stage.calls, *bytes_of) for s, stage in stages.items()}

@@ -1,5 +1,6 @@
 """Runs the attention of hand-made chunks forward and backward, one layer at a time, and compares with whole sequences."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -43,8 +44,8 @@ class ChunkedLayer:
         chunks,
         token_multiple=1,
         layers=1,
+        *,
         forward_only=False,
-        seed=0,
         group=None,
         kv_heads=KV_HEADS,
         widths=(CHANNELS, CHANNELS),
@@ -54,21 +55,19 @@ class ChunkedLayer:
         query_heads=QUERY_HEADS,
         has_sinks=False,
     ):
-        generator = torch.Generator().manual_seed(seed)
+        randn = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=dtype)
         self.query_heads = query_heads
         self.cached_width, self.unrotated, self.expansion = kv_heads * sum(widths), unrotated, None
         keys, values = widths
         if unrotated:
             keys, values = unrotated + widths[1], CHANNELS + 1
-            size = query_heads, unrotated + values, widths[0]
-            self.expansion = torch.randn(size, generator=generator, dtype=dtype).requires_grad_()
+            self.expansion = randn(query_heads, unrotated + values, widths[0]).requires_grad_()
         self.value_channels = values
         shapes = (query_heads, keys), *((kv_heads, width) for width in widths)
         self.context_parallel = NOT_SHARED if group is None else HeadExchange(group)
-        random = [[torch.randn(n, *shape, generator=generator, dtype=dtype) for shape in shapes] for n in lengths]
-        self.sequences = [[x.requires_grad_() for x in qkv] for qkv in random]
-        self.weights = [torch.randn(n, query_heads, values, generator=generator, dtype=dtype) for n in lengths]
-        self.sinks = torch.randn(query_heads, generator=generator, dtype=dtype).requires_grad_() if has_sinks else None
+        self.sequences = [[randn(n, *shape).requires_grad_() for shape in shapes] for n in lengths]
+        self.weights = [randn(n, query_heads, values) for n in lengths]
+        self.sinks = randn(query_heads).requires_grad_() if has_sinks else None
         self.plan = plan_of(lengths, chunks, token_multiple)
         self.kv_cache = SlicedKVCache()
         self.layers, self.window = layers, window

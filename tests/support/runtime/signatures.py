@@ -1,7 +1,7 @@
 """What functions of libraries take, by release."""
 
-import inspect
 import json
+from inspect import Parameter, Signature
 
 from scripts import write_signatures
 
@@ -10,12 +10,5 @@ SIGNATURES = json.loads(write_signatures.FILE.read_text(encoding="utf-8"))
 
 
 def signature(names):
-    kinds = {True: inspect.Parameter.KEYWORD_ONLY, False: inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                name.strip("*="), kinds[name.startswith("*")], default=None if name.endswith("=") else inspect.Parameter.empty
-            )
-            for name in names
-        ]
-    )
+    kinds, defaults = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY), (Parameter.empty, None)
+    return Signature([Parameter(name.strip("*="), kinds[name[0] == "*"], default=defaults[name[-1] == "="]) for name in names])

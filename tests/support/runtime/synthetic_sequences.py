@@ -1,8 +1,10 @@
 """Sequences held in memory, for tests of the data path."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Messages, Op, Plan, Prediction, Segment, Step
+from tests.support.plan.small_plans import chunk, make_plan
 
 
 class MemoryDataset:
@@ -29,18 +31,6 @@ class MemoryDataset:
 
 def plan_of(lengths, chunks, token_multiple=1):
     """A plan of forwards of these chunks and nothing else of interest; `chunks` are lists of (sequence, start, end)."""
-    return Plan(
-        lengths=tuple(lengths),
-        chunks=tuple(Chunk(tuple(Segment(*segment) for segment in chunk)) for chunk in chunks),
-        num_layers=(1,),
-        placement=(0,),
-        recompute=((NO_RECOMPUTE,) * len(chunks),),
-        recompute_us=((0.0,) * len(chunks),),
-        offload_share=((0.0,) * len(chunks),),
-        ranks=(tuple(Step(Action(Op.F, 0, c), 1.0, 0, 0) for c in range(len(chunks))),),
-        messages=Messages((), ()),
-        static_bytes=(0,),
-        cap_bytes=(1,),
-        predicted=Prediction.none(1),
-        token_multiple=token_multiple,
-    )
+    table, rows = [chunk(*segments) for segments in chunks], [" ".join(f"0F{c}" for c in range(len(chunks)))]
+    plan = make_plan(rows, table, cap_bytes=1, static_bytes=0, forward_only=True)
+    return replace(plan, lengths=tuple(lengths), token_multiple=token_multiple)
