@@ -334,10 +334,14 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
 
 
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
-    """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
+    """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run.
+
+    Weight gradients take none unless told: measured, they can take longer than the whole backward that they are a part of.
+    """
     from megatron_epp.features.learnt_costs import learn_costs
 
-    learn, lines = learn_costs.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
+    learn, us_per_token = learn_costs.fitted_costs, {"weight": 0.0, **us_per_token}
+    lines = {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
 
     def fixed(*rest: Any, **named: Any) -> Any:
         costs = learn(*rest, **named)
