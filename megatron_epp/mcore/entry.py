@@ -16,7 +16,7 @@ import torch
 
 from megatron_epp.launch import lifetime
 from megatron_epp.launch.script_flags import TrainingParser
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.arguments.yaml_cfg import take_yaml
@@ -54,7 +54,7 @@ def prepare() -> None:
     lifetime.end_with_launcher()  # first: whatever comes next may hang or be killed
     lifetime.keep_sockets_in_folder()
     allow_unknown = "--epp-allow-unknown-megatron" in sys.argv  # needed long before the arguments are parsed
-    features.check_megatron(allow_unknown)
+    releases.check_megatron(allow_unknown)
     for patches in _patches():
         patching.apply(patches, allow_unknown=allow_unknown, level=logging.DEBUG)
 

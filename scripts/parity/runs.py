@@ -88,8 +88,8 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     from megatron.training import training
 
     from megatron_epp.contrib.overlap import exchanges
-    from megatron_epp.mcore.features import logged_prediction_losses
     from megatron_epp.mcore.iteration import run_plan as schedule
+    from megatron_epp.mcore.releases import logged_prediction_losses
     from megatron_epp.mcore.training.gradients import parameters, reduced_gradients
 
     step, evaluation, executor = training.train_step, training.evaluate, schedule.Executor

@@ -1,10 +1,6 @@
 """Ranks of measurements have a core each, and what they fork, such as the planning process, may use every core."""
 
-import os
-import subprocess
-import sys
-
-from tests.support import ROOT
+from tests.support.calls import run_python
 
 PROGRAM = """
 import os
@@ -21,6 +17,5 @@ else:
 
 
 def test_a_pinned_rank_has_one_core_and_what_it_forks_has_all():
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False)
+    done = run_python(PROGRAM)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,9 @@
 """Work in a thread next to a rank's actions: in order, with its errors, and without keeping a failed rank alive."""
 
-import subprocess
-import sys
-
 import pytest
 
 from megatron_epp.runtime.side_thread import SideThread
+from tests.support.calls import run_python
 
 ENDLESS = """
 from time import sleep
@@ -33,5 +31,4 @@ def test_an_error_is_raised_where_the_result_is_waited_for_and_later_work_still_
 
 
 def test_a_process_ends_though_its_work_never_does():
-    ended = subprocess.run([sys.executable, "-c", ENDLESS], timeout=120, check=False)
-    assert ended.returncode == 3
+    assert run_python(ENDLESS).returncode == 3

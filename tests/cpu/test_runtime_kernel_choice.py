@@ -3,6 +3,7 @@
 import sys
 import types
 from dataclasses import replace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -10,14 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import kernels
-from megatron_epp.runtime.attention.kernels import (
-    EXACT_ATTENTION,
-    PREFERENCES,
-    AttentionCase,
-    flash,
-    kernels_of,
-    transformer_engine,
-)
+from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, PREFERENCES, AttentionCase, flash, transformer_engine
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
@@ -37,7 +31,7 @@ def played(monkeypatch):
         chosen = {
             preference: tuple(
                 replace(k, obstacle=lambda case, k=k: None if k is EXACT_ATTENTION or k.name in names else "not here")
-                for k in kernels_of(preference)
+                for k in kernels.kernels_of(preference)
             )
             for preference in PREFERENCES
         }
@@ -65,27 +59,17 @@ def test_a_kernel_whose_results_are_wrong_is_passed_over_and_says_so(played):
 def test_a_kernel_that_raises_is_passed_over_and_says_so(played, monkeypatch):
     played(*(kernel.name for kernel in FUSED[1:]))
 
-    def fail(kernel, case):
-        raise RuntimeError("no kernel image")
-
-    monkeypatch.setattr(kernels, "_relative_error", fail)
-    assert kernels.explain(ON_GPU, "flash") == (
-        None,
-        [f"{kernel.name}: it fails (RuntimeError: no kernel image)" for kernel in FUSED[1:]],
-    )
+    monkeypatch.setattr(kernels, "_relative_error", Mock(side_effect=RuntimeError("no kernel image")))
+    fails = [f"{kernel.name}: it fails (RuntimeError: no kernel image)" for kernel in FUSED[1:]]
+    assert kernels.explain(ON_GPU, "flash") == (None, fails)
 
 
-def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeypatch):
+def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played):
     """Else exact attention, whose scores take far more, would run on this rank for good."""
     played(FLASH_ATTN.name)
-
-    def no_memory(kernel, case):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-    with monkeypatch.context() as full:
-        full.setattr(kernels, "_relative_error", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            kernels._choose(ON_GPU, "auto")
+    no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    with patch.object(kernels, "_relative_error", side_effect=no_memory), pytest.raises(torch.OutOfMemoryError):
+        kernels._choose(ON_GPU, "auto")
     assert kernels._choose(ON_GPU, "auto").name == FLASH_ATTN.name
 
 
@@ -102,15 +86,14 @@ def test_a_rank_on_which_a_kernel_fails_says_so(played, monkeypatch, caplog, ran
 
 def test_what_the_user_asks_for_and_is_not_there_is_refused_with_every_reason(played):
     played(FLASH_ATTN.name)
-    with pytest.raises(
-        EppError, match=r"--attention-backend fused: cuDNN through Transformer Engine: not here\. Leave it at auto"
-    ):
+    says = r"--attention-backend fused: cuDNN through Transformer Engine: not here\. Leave it at auto"
+    with pytest.raises(EppError, match=says):
         kernels._choose(ON_GPU, "fused")
     assert kernels._choose(ON_GPU, "flash").name == FLASH_ATTN.name
     assert kernels._choose(ON_GPU, "unfused").name == EXACT_ATTENTION.name
 
 
-@pytest.mark.parametrize("preference", [name for name in PREFERENCES if [*kernels_of(name)] != [EXACT_ATTENTION]])
+@pytest.mark.parametrize("preference", [name for name in PREFERENCES if [*kernels.kernels_of(name)] != [EXACT_ATTENTION]])
 def test_on_a_cpu_everything_runs_in_exact_blocks_and_no_other_kernel_is_tried(preference):
     q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
     assert kernels.choose(q, k, k, preference) is EXACT_ATTENTION
@@ -132,12 +115,10 @@ def test_every_fused_kernel_names_what_it_cannot_do(kernel, case, reason):
 
 
 def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    flash._flash_attn.cache_clear()
-    flash._flash_attn_3.cache_clear()
-    transformer_engine._fused.cache_clear()
+    for name in ("flash_attn", "flash_attn_interface", "transformer_engine"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for imported in (flash._flash_attn, flash._flash_attn_3, transformer_engine._fused):
+        imported.cache_clear()
     assert "pip install flash-attn" in FLASH_ATTN.obstacle(ON_GPU)
     assert "in the folder hopper" in FLASH_ATTN_3.obstacle(ON_GPU)
     assert "pip install 'megatron-epp[te]'" in TRANSFORMER_ENGINE.obstacle(ON_GPU)
@@ -206,9 +187,7 @@ def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize(("count", "heads_at_once"), [(4, [4]), (3, [3, 1]), (2, [2, 2]), (1, [1] * 4)])
-@pytest.mark.parametrize(
-    "kernel", [FLASH_ATTN, FLASH_ATTN_3, TRANSFORMER_ENGINE, EXACT_ATTENTION], ids=lambda kernel: kernel.name
-)
+@pytest.mark.parametrize("kernel", [*FUSED[:3], EXACT_ATTENTION], ids=lambda kernel: kernel.name)
 def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, count, heads_at_once):
     for library in LIBRARIES:
         install(monkeypatch, library)

@@ -59,12 +59,15 @@ ATTENTION = {
     "delta nets": DELTA, "delta nets, heads shared": DELTA | {"linear_num_value_heads": 4},
 }  # fmt: skip
 MLP = {
-    "dense": {}, "biases": {"disable_bias_linear": False}, "experts": EXPERTS,
+    "dense": {},
+    "biases": {"disable_bias_linear": False},
+    "experts": EXPERTS,
     "balanced": EXPERTS | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.001},
     "sigmoid": EXPERTS | SIGMOID | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.001},
-    "groups": EXPERTS | SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "shared": EXPERTS | SHARED,
+    "groups": EXPERTS | SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "shared": EXPERTS | SHARED,
     "shared, a gate": EXPERTS | SHARED | {"moe_shared_expert_gate": True},
-}  # fmt: skip
+}
 CASES = {f"{one}, {other}": small(SIZES | LLAMA | ATTENTION[one] | MLP[other]) for one, other in product(ATTENTION, MLP)}
 MAMBA = {f"mamba_{name}": SMALL[f"mamba_{name}"] for name in ("num_heads", "head_dim", "num_groups", "state_dim")}
 ALONE = LLAMA | GROUPED | MAMBA | {name: value for name, value in DELTA.items() if name.startswith("linear_")}

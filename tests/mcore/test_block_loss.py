@@ -49,9 +49,13 @@ class OtherOutput(ColumnParallelLinear):
 
 def arguments(tokens="auto", seq_length=2**20):
     return types.SimpleNamespace(
-        epp_loss_block_tokens=tokens, epp_chunk_tokens=None, seq_length=seq_length, padded_vocab_size=1024,
-        tensor_model_parallel_size=2, context_parallel_size=1,
-    )  # fmt: skip
+        epp_loss_block_tokens=tokens,
+        epp_chunk_tokens=None,
+        seq_length=seq_length,
+        padded_vocab_size=1024,
+        tensor_model_parallel_size=2,
+        context_parallel_size=1,
+    )
 
 
 def test_a_model_gets_the_blocks_that_the_flag_asks_for_and_their_workspace():

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.patches import fingerprints
 
 
@@ -22,8 +22,8 @@ def doctor(path=None):
 def test_the_installed_megatron_is_known_and_every_patch_fits():
     code, found = doctor()
     assert code == 0
-    assert found["megatron-core"]["found"] == features.described()
-    assert found["megatron-core"]["found"].startswith(f"{features.RECOMMENDED}, the package in /")
+    assert found["megatron-core"]["found"] == releases.described()
+    assert found["megatron-core"]["found"].startswith(f"{releases.RECOMMENDED}, the package in /")
     assert f"{len(fingerprints.RELIED_ON)} functions are as tested" in found["patches"]["found"]
     assert "exact blocks" in found["attention in bfloat16"]["found"]
 
@@ -37,4 +37,4 @@ def test_an_unsupported_megatron_is_a_problem(tmp_path):
     assert code == 1
     assert found["megatron-core"]["status"] == "problem"
     assert "0.17.1 is installed and megatron-epp supports" in found["megatron-core"]["found"]
-    assert f"megatron-core[training]=={features.RECOMMENDED}" in found["megatron-core"]["todo"]
+    assert f"megatron-core[training]=={releases.RECOMMENDED}" in found["megatron-core"]["todo"]

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.plan.errors import EppError
 
-MCORE = Path(features.__file__).parent
+MCORE = Path(releases.__file__).parent
 VERSIONS = re.compile(r"package_info|__version__|SpecifierSet|packaging|installed_version\(\) *[<>=]|parse_version")
 
 
@@ -37,16 +37,16 @@ def test_a_run_says_which_megatron_it_is_from_where_and_whether_it_is_supported(
         (tmp_path / ".git").mkdir()
     spec = importlib.machinery.ModuleSpec("megatron.core", None, is_package=True)
     spec.submodule_search_locations = [str(core)]
-    monkeypatch.setattr(features.importlib.util, "find_spec", lambda name: spec)
-    assert features.described() == said.format(folder=core)
+    monkeypatch.setattr(releases.importlib.util, "find_spec", lambda name: spec)
+    assert releases.described() == said.format(folder=core)
     if "not supported" in said:
         with pytest.raises(EppError, match=rf"git checkout core_v0\.19\.2 in that clone, or .* \(it is in {core}\)"):
-            features.check_megatron()
+            releases.check_megatron()
 
 
 def test_the_supported_range_is_0_18_and_0_19() -> None:
     versions = {"0.17.1": False, "0.18.0rc1": False, "0.18.0": True, "0.19.2": True, "0.20.0": False}
-    assert {version: features.matches(version, features.SUPPORTED) for version in versions} == versions
+    assert {version: releases.matches(version, releases.SUPPORTED) for version in versions} == versions
 
 
 def test_a_model_is_built_from_a_config_or_by_a_function_and_a_call_bound_in_any_order(
@@ -54,16 +54,16 @@ def test_a_model_is_built_from_a_config_or_by_a_function_and_a_call_bound_in_any
 ) -> None:
     from megatron.training import argument_utils
 
-    assert features.pretrain_builds_model()
+    assert releases.pretrain_builds_model()
     monkeypatch.delattr(argument_utils, "gpt_config_from_args")
-    assert not features.pretrain_builds_model()
-    assert features.router_loss_scale(SimpleNamespace()) is None
+    assert not releases.pretrain_builds_model()
+    assert releases.router_loss_scale(SimpleNamespace()) is None
 
     def old(model: object, data: object = None) -> None: ...
     def new(data: object, model: object) -> None: ...
 
-    assert features.bound(old, 1, data=2).arguments == {"model": 1, "data": 2}
-    assert features.bound(new, 2, 1).arguments == {"model": 1, "data": 2}
+    assert releases.bound(old, 1, data=2).arguments == {"model": 1, "data": 2}
+    assert releases.bound(new, 2, 1).arguments == {"model": 1, "data": 2}
 
 
 def release_checks(source: str) -> Iterator[str]:
@@ -88,5 +88,5 @@ def release_checks(source: str) -> Iterator[str]:
 
 def test_only_one_module_asks_which_release_it_is() -> None:
     found = {path: list(release_checks(path.read_text())) for path in MCORE.rglob("*.py")}
-    assert found.pop(MCORE / "features.py") != []
+    assert found.pop(MCORE / "releases.py") != []
     assert {path: checks for path, checks in found.items() if checks} == {}

@@ -86,9 +86,12 @@ def pipeline_costs(choice: str) -> PipelineCosts:
 def test_the_norm_that_a_layer_fuses_is_applied_to_the_latents(normalization: str, zero_centered: bool) -> None:
     x, weight, bias = torch.randn(5, 8), torch.randn(8), torch.randn(8)
     linear = SimpleNamespace(
-        layer_norm_weight=weight - 1 if zero_centered else weight, layer_norm_bias=bias, zero_centered_gamma=zero_centered,
-        normalization=normalization, eps=1e-3,
-    )  # fmt: skip
+        layer_norm_weight=weight - 1 if zero_centered else weight,
+        layer_norm_bias=bias,
+        zero_centered_gamma=zero_centered,
+        normalization=normalization,
+        eps=1e-3,
+    )
     centered = x if normalization == "RMSNorm" else x - x.mean(1, keepdim=True)
     expected = centered / (centered.square().mean(1, keepdim=True) + 1e-3).sqrt() * weight
     expected = expected if normalization == "RMSNorm" else expected + bias

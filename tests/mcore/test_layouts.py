@@ -141,11 +141,14 @@ def test_the_reduction_is_in_fp32_for_weights_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "megatron", "settled"),
     [
-        ("", {}, "auto"), ("--epp-vocab-parallel off", {}, "off"), (ON, {}, "on"), ("--epp-vocab-parallel auto", {}, "auto"),
+        ("", {}, "auto"),
+        ("--epp-vocab-parallel off", {}, "off"),
+        (ON, {}, "on"),
+        ("--epp-vocab-parallel auto", {}, "auto"),
         ("--epp-vocab-parallel auto", {"fp16": True}, "off"),
         ("--epp-vocab-parallel auto", {RANKS: 1}, "off"),
     ],
-)  # fmt: skip
+)
 def test_auto_is_off_where_on_would_be_refused(flags: str, megatron: dict[str, Any], settled: str) -> None:
     args = arguments(*flags.split(), **{RANKS: 4} | megatron)
     prepare_epp_args(args)
@@ -182,10 +185,13 @@ def test_plans_count_the_bytes_that_a_shard_holds(dtype: torch.dtype, block_toke
 @pytest.mark.parametrize(
     ("entries", "num_ranks", "sizes"),
     [
-        (96, 4, [24, 24, 24, 24]), (97, 4, [24, 24, 24, 25]), (32000, 6, [5312, 5312, 5376, 5312, 5312, 5376]),
-        (128256, 8, [16000, 16064, 16000, 16064, 16000, 16064, 16000, 16064]), (4, 4, [1, 1, 1, 1]),
+        (96, 4, [24, 24, 24, 24]),
+        (97, 4, [24, 24, 24, 25]),
+        (32000, 6, [5312, 5312, 5376, 5312, 5312, 5376]),
+        (128256, 8, [16000, 16064, 16000, 16064, 16000, 16064, 16000, 16064]),
+        (4, 4, [1, 1, 1, 1]),
     ],
-)  # fmt: skip
+)
 def test_rows_are_divided_evenly_and_in_multiples_where_there_are_many(entries: int, num_ranks: int, sizes: list[int]) -> None:
     rows = vocabulary_rows(entries, num_ranks)
     assert [row for part in rows for row in part] == [*range(entries)]

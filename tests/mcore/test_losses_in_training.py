@@ -69,9 +69,11 @@ def samples(tmp_path_factory):
                 "advantages": random.randn() if number % 2 else random.randn(tokens).tolist(),
                 "teacher_tokens": random.randint(0, VOCABULARY - 1, (tokens, 3)).tolist(),
                 "teacher_logprobs": (-1.5 - random.rand(tokens, 3)).tolist(),
-                "old_values": (0.1 * random.randn(tokens)).tolist(), "returns": random.randn(tokens).tolist(),
-                "group": f"pair {number // 2}", "preferred": number % 2,
-            }  # fmt: skip
+                "old_values": (0.1 * random.randn(tokens)).tolist(),
+                "returns": random.randn(tokens).tolist(),
+                "group": f"pair {number // 2}",
+                "preferred": number % 2,
+            }
             lines.append(json.dumps(values))
         paths.append(folder / f"{name}.jsonl")
         paths[-1].write_text("\n".join(lines) + "\n")

@@ -16,11 +16,13 @@ REPORTED = "two stages"
 MEASURED = "--epp-measure-memory --epp-trace 2 --log-interval 1"
 CASES = {
     "one stage": {
-        "cell": {}, "model": "llama", "plan": "--epp-slices 3 --epp-recompute 1 --epp-loss-block-tokens 5",
+        "cell": {},
+        "model": "llama",
+        "plan": "--epp-slices 3 --epp-recompute 1 --epp-loss-block-tokens 5",
         "optimizer": "--use-distributed-optimizer",
     },
     "two stages": {"cell": {"pp": 2, "split": True}, "model": "gpt2", "plan": f"--epp-slices 3 {MEASURED}"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_epp.mcore import cpu, features
+from megatron_epp.mcore import cpu, releases
 from megatron_epp.mcore.patches import environment, install, patching
 from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
@@ -110,7 +110,7 @@ def test_every_patch_of_ours_has_a_reason() -> None:
 
 @pytest.mark.parametrize("target", ["patched_library:nothing", "patched_library:Greeter.nothing", "no_such_module:f"])
 def test_a_target_that_is_not_there_is_named(library: ModuleType, target: str) -> None:
-    with pytest.raises(EppError, match=re.escape(f"{target} does not exist in megatron-core {features.installed_version()}")):
+    with pytest.raises(EppError, match=re.escape(f"{target} does not exist in megatron-core {releases.installed_version()}")):
         patching.apply([Patch(target, lambda: None, "")])
 
 
@@ -126,7 +126,7 @@ def test_a_target_that_is_not_there_is_named(library: ModuleType, target: str) -
 def test_the_error_of_failing_imports_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: str) -> None:
     (tmp_path / "broken_library.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    installed = f"megatron-core {features.installed_version()}"
+    installed = f"megatron-core {releases.installed_version()}"
     with pytest.raises(EppError) as raised:
         patching.apply([Patch("broken_library:f", lambda: None, "")])
     assert str(raised.value).startswith(f"broken_library of {installed} cannot be imported, {error}")

@@ -46,11 +46,15 @@ def test_planned_baselines_interleave_rows_as_megatron_does(rows: int, ranks: in
 
 def model(chunks: int, layers: int = 12, first: int | None = None, last: int | None = None, ends: bool = False) -> Namespace:
     return Namespace(
-        pipeline_model_parallel_layout=None, pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, num_layers=layers,
-        num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
-        account_for_embedding_in_pipeline_split=ends, account_for_loss_in_pipeline_split=ends,
-    )  # fmt: skip
+        pipeline_model_parallel_layout=None,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        num_layers=layers,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=ends,
+        account_for_loss_in_pipeline_split=ends,
+    )
 
 
 @pytest.mark.parametrize(

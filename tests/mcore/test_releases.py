@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from scripts.parity.cells import Case
 from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.forked import command, succeeded
@@ -75,5 +75,5 @@ def test_wrap_runs_on_a_megatron_core_without_its_training_loop(tmp_path: Path) 
 
 
 def test_every_release_tested_is_in_the_supported_range_and_the_newest_is_recommended() -> None:
-    assert all(features.matches(version, features.SUPPORTED) for version in (*OTHER_RELEASES, features.RECOMMENDED))
-    assert features.installed_version().split("+")[0] == features.RECOMMENDED  # in a checkout Megatron adds its commit
+    assert all(releases.matches(version, releases.SUPPORTED) for version in (*OTHER_RELEASES, releases.RECOMMENDED))
+    assert releases.installed_version().split("+")[0] == releases.RECOMMENDED  # in a checkout Megatron adds its commit

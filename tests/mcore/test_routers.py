@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.model.replaced import problems
 from megatron_epp.mcore.model.replayed_routes import ChunkRoutes
 from megatron_epp.mcore.patches import install, patching
@@ -47,9 +47,14 @@ def alone(monkeypatch):
 def router_of(ranks=1, is_ahead=False, **settings):
     usual = {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
     config = TransformerConfig(
-        num_layers=1, hidden_size=WIDTH, num_attention_heads=1, num_moe_experts=EXPERTS, add_bias_linear=False,
-        calculate_per_token_loss=True, **(usual | settings),
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS,
+        add_bias_linear=False,
+        calculate_per_token_loss=True,
+        **(usual | settings),
+    )
     groups = SimpleNamespace(**{name: Group(ranks) for name in ("tp", "cp", "tp_cp", "tp_dp_cp")})
     torch.manual_seed(1)
     router = TopKRouter(config, groups, **({"is_mtp_layer": True} if is_ahead else {}))
@@ -66,14 +71,18 @@ def routed(router, tokens, real):
         probs, routing_map = router(tokens)
     weights = torch.arange(1.0, 1 + EXPERTS)
     (probs[:real] * weights).sum().backward()
-    logged = {name: values.clone() for name, values in features.logged_router_losses().items()}
-    for values in features.logged_router_losses().values():
+    logged = {name: values.clone() for name, values in releases.logged_router_losses().items()}
+    for values in releases.logged_router_losses().values():
         values.zero_()
     bias = router.local_tokens_per_expert
     return {
-        "probs": probs[:real].detach(), "map": routing_map[:real], "gradient": tokens.grad[:real], "weight": router.weight.grad,
-        "bias": torch.zeros(0) if bias is None else bias.clone(), **logged,
-    }, (probs[real:], routing_map[real:], tokens.grad[real:])  # fmt: skip
+        "probs": probs[:real].detach(),
+        "map": routing_map[:real],
+        "gradient": tokens.grad[:real],
+        "weight": router.weight.grad,
+        "bias": torch.zeros(0) if bias is None else bias.clone(),
+        **logged,
+    }, (probs[real:], routing_map[real:], tokens.grad[real:])
 
 
 STATISTICS = {
@@ -81,13 +90,15 @@ STATISTICS = {
     "auxiliary loss of sequences": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
     "z loss": {"moe_z_loss_coeff": 0.1},
     "bias": {
-        "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
-        "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.5,
     },
     "capacity by probability": {"moe_expert_capacity_factor": 0.7},
     "capacity by position": {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": "position"},
     "Sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STATISTICS)
@@ -118,7 +129,7 @@ def test_a_rank_that_has_only_padding_adds_nothing(name):
     assert torch.isfinite(probs).all()
     assert not tokens.grad.any()
     assert router.local_tokens_per_expert is None or not router.local_tokens_per_expert.any()
-    assert not any(values.any() for values in features.logged_router_losses().values())
+    assert not any(values.any() for values in releases.logged_router_losses().values())
     assert routing_map.any() == ("capacity" not in name)
 
 
@@ -196,12 +207,12 @@ def test_ranks_have_the_first_tokens_first(monkeypatch, sequence_parallel, on_ra
 
 @pytest.mark.parametrize(("version", "tokens"), [("0.18.2", 6), ("0.19.2", 1.5), ("0.20.0", 1.5)])
 def test_a_loss_of_ranks_counts_by_all_their_tokens_in_every_release(monkeypatch, version, tokens):
-    monkeypatch.setattr(features, "installed_version", lambda: version)
-    features._multiplies_router_losses.cache_clear()
+    monkeypatch.setattr(releases, "installed_version", lambda: version)
+    releases._multiplies_router_losses.cache_clear()
     try:
-        assert features.router_loss_tokens(6, 4) == tokens
+        assert releases.router_loss_tokens(6, 4) == tokens
     finally:
-        features._multiplies_router_losses.cache_clear()
+        releases._multiplies_router_losses.cache_clear()
 
 
 class OwnRouter(TopKRouter):

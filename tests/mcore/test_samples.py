@@ -15,9 +15,17 @@ SLOW = pytest.mark.slow
 # Keys and values of one size, which Megatron's own attention in torch can run. By the two scales scores have another factor
 # than that of their channels.
 LATENT = {
-    "multi_latent_attention": True, "rope_type": "rope", "apply_rope_fusion": False, "rotary_scaling_factor": 4.0,
-    "mscale_all_dim": 1.0, "q_lora_rank": 6, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 2, "v_head_dim": 8,
-}  # fmt: skip
+    "multi_latent_attention": True,
+    "rope_type": "rope",
+    "apply_rope_fusion": False,
+    "rotary_scaling_factor": 4.0,
+    "mscale_all_dim": 1.0,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 8,
+}
 DELTA = {
     "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,

@@ -167,9 +167,17 @@ ORDER = "tp-cp-ep-dp-pp"
 def test_experts_span_neighbours_across_ranks_and_replicas(tensor: int, context: int, data: int, expert: int, sharing: int):
     config = Configuration(tensor, context, 2, data, expert, sharing)
     shape = ModelShape(
-        num_layers=2, hidden_size=64, ffn_hidden_size=64, num_attention_heads=8, vocab_size=128, num_experts=8,
-        tensor_parallel=tensor, context_parallel=context, expert_parallel=expert, expert_tensor_parallel=sharing,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=64,
+        num_attention_heads=8,
+        vocab_size=128,
+        num_experts=8,
+        tensor_parallel=tensor,
+        context_parallel=context,
+        expert_parallel=expert,
+        expert_tensor_parallel=sharing,
+    )
     holders = tensor * context * data // (expert * sharing)
     experts = RankGenerator(tp=sharing, ep=expert, dp=holders, pp=2, cp=1, order=ORDER)
     dense = RankGenerator(tp=tensor, ep=1, dp=data, pp=2, cp=context, order=ORDER)

@@ -85,11 +85,17 @@ def test_plans_by_learnt_costs_reach_the_measured_peak_and_count_longer_microbat
         return SimpleNamespace(plan=lambda: plan), order
 
     pipeline: Any = SimpleNamespace(
-        args=arguments(padded_vocab_size=1024), _ask=lambda name, *asked: ask_here(f"{FORMULAS}:{name}", facts, *asked),
-        _process=SimpleNamespace(plan_microbatches=packed), problem=Problem((), (0, 1), (UNLIMITED_BYTES,) * 2),
-        placement=SimpleNamespace(stages=lambda rank: [rank]), learning=SimpleNamespace(peak_bytes=1 << 40),
-        links=SimpleNamespace(control=None), _on_gpu=True, _measured=AgreedShapes(SHAPES, (500, 700)), options=Options(),
-    )  # fmt: skip
+        args=arguments(padded_vocab_size=1024),
+        _ask=lambda name, *asked: ask_here(f"{FORMULAS}:{name}", facts, *asked),
+        _process=SimpleNamespace(plan_microbatches=packed),
+        problem=Problem((), (0, 1), (UNLIMITED_BYTES,) * 2),
+        placement=SimpleNamespace(stages=lambda rank: [rank]),
+        learning=SimpleNamespace(peak_bytes=1 << 40),
+        links=SimpleNamespace(control=None),
+        _on_gpu=True,
+        _measured=AgreedShapes(SHAPES, (500, 700)),
+        options=Options(),
+    )
     for name in ("_planned_peaks", "_with_microbatches"):
         setattr(pipeline, name, partial(getattr(MicrobatchRun, name), pipeline))
     learnt = MicrobatchRun.completed(pipeline, replace(by_formula, stages=held))
@@ -114,11 +120,15 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
     caplog: pytest.LogCaptureFixture, is_done: bool, cap_bytes: int, forward_only: bool
 ) -> None:
     pipeline: Any = SimpleNamespace(
-        args=SimpleNamespace(epp_order="given"), problem=Problem((), (0, 1), (min(cap_bytes, UNLIMITED_BYTES),) * 2),
-        costs=costs_of(2, 2), learning=SimpleNamespace(is_done=is_done), _with_microbatches=lambda costs, agreed: costs,
-        options=Options(), _process=SimpleNamespace(plan_microbatches=lambda rule, *asked: getattr(microbatches, rule)(*asked)),
+        args=SimpleNamespace(epp_order="given"),
+        problem=Problem((), (0, 1), (min(cap_bytes, UNLIMITED_BYTES),) * 2),
+        costs=costs_of(2, 2),
+        learning=SimpleNamespace(is_done=is_done),
+        _with_microbatches=lambda costs, agreed: costs,
+        options=Options(),
+        _process=SimpleNamespace(plan_microbatches=lambda rule, *asked: getattr(microbatches, rule)(*asked)),
         names=names_in_loop(["memory_cap_gb"]),
-    )  # fmt: skip
+    )
     plan, order = MicrobatchRun._make(pipeline, AgreedShapes(SHAPES, (0, 0)), forward_only)
     assert order == (0, 1, 2, 3)
     for row in plan.ranks:

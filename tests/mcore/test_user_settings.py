@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_epp import wrap
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.table import names_in_loop
@@ -128,7 +128,7 @@ def test_a_function_of_megatrons_that_takes_other_arguments_is_refused_by_name(
     monkeypatch.setattr(importlib.import_module(module), name, function)
     with pytest.raises(EppError) as error:
         wrap()
-    for fact in (f"cannot be run with megatron-core {features.installed_version()}", f"{module}:{name}", says):
+    for fact in (f"cannot be run with megatron-core {releases.installed_version()}", f"{module}:{name}", says):
         assert fact in str(error.value)
 
 
@@ -140,27 +140,27 @@ def test_a_function_of_megatrons_that_is_wrapped_is_taken(monkeypatch: pytest.Mo
 
 
 def test_the_arguments_that_are_checked_are_those_of_the_calls() -> None:
-    package = Path(features.__file__).parent
+    package = Path(releases.__file__).parent
     found = {}
-    for name in ("iteration/microbatch_stage.py", "iteration/microbatch_schedule.py", "iteration/base_run.py", "features.py"):
+    for name in ("iteration/microbatch_stage.py", "iteration/microbatch_schedule.py", "iteration/base_run.py", "releases.py"):
         for call in (node for node in ast.walk(ast.parse((package / name).read_text())) if isinstance(node, ast.Call)):
             found[ast.unparse(call.func)] = len(call.args), [word.arg for word in call.keywords if word.arg]
     names = {"backward_step": "step", "finalize_model_grads": "config.finalize_model_grads_func"}
-    for target, (by_position, by_name) in features.CALLED.items():
+    for target, (by_position, by_name) in releases.CALLED.items():
         name = target.partition(":")[2]
         assert found[names.get(name, f"schedules.{name}")] == (len(by_position.split()), by_name.split())
 
 
 def test_an_untested_release_causes_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(features, "installed_version", lambda: "0.17.1")
-    features.tell_untested.cache_clear()
+    monkeypatch.setattr(releases, "installed_version", lambda: "0.17.1")
+    releases.tell_untested.cache_clear()
     wrap(allow_unknown_megatron=True)
     assert caplog.messages == []
     wrap()
     wrap()
     (line,) = caplog.messages
     assert line.startswith("megatron-core 0.17.1 is installed, and megatron-epp is tested with >=0.18,<0.20")
-    features.tell_untested.cache_clear()
+    releases.tell_untested.cache_clear()
 
 
 def test_a_model_that_knows_no_process_groups_gets_those_of_the_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:

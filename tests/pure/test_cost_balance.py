@@ -47,8 +47,7 @@ def test_with_two_stages_on_every_rank_ranks_are_balanced_and_plans_are_faster(k
 
 def test_the_excess_is_what_the_others_wait_for_the_busiest():
     own, best = spreads(costs((8,) * 4), LONG)
-    assert own.layers == (8,) * 4
-    assert own.excess == pytest.approx(best.excess, abs=0.02)
+    assert (own.layers, own.excess) == ((8,) * 4, pytest.approx(best.excess, abs=0.02))
     lopsided, _ = spreads(costs((16, 6, 5, 5)), LONG)
     assert lopsided.excess == pytest.approx(1.0, abs=0.03)  # half of all layers on a quarter of the stages
 

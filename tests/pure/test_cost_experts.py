@@ -62,8 +62,7 @@ def test_the_expert_of_all_tokens_reduces_the_residual_stream_and_the_others_do_
     shared = replace(SHAPE, shared_ffn_hidden_size=16)
     assert [one.ranks for one in SHAPE.tensor_exchanges if one.num_bytes] == [2]
     assert [one.ranks for one in shared.tensor_exchanges if one.num_bytes] == [2, 2]
-    dense = replace(SHAPE, num_experts=None)
-    assert dense.mlp_exchanges == shared.mlp_exchanges[:1]
+    assert replace(SHAPE, num_experts=None).mlp_exchanges == shared.mlp_exchanges[:1]
 
 
 @pytest.mark.parametrize(("groups", "chosen", "nodes_of_a_token"), [(1, 1, 4 * (1 - 0.75**8)), (4, 2, 2 * (1 - 0.5**8))])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from megatron_epp.launch.yaml_settings import Launch, Settings, load_settings
 from megatron_epp.plan import EppError
 from megatron_epp.tools.launch import runs
 from megatron_epp.tools.launch.runs import reason_in
+from tests.support.calls import refusal
 
 
 @pytest.fixture
@@ -101,7 +103,6 @@ PARSER = argparse.ArgumentParser()
 PARSER.add_argument("--num-layers")
 PARSER.add_argument("--fast-path", action=argparse.BooleanOptionalAction)
 PARSER.add_argument("--data-path", nargs="+")
-PARSER.add_argument("--betas", nargs=2)
 PARSER.add_argument("--epp-offload", choices=("on", "off"))
 PARSER.add_argument("--epp-slices")
 for switch in ("--swiglu", "--epp", "--epp-split-weight-gradient"):
@@ -150,9 +151,7 @@ def test_settings_are_flags(settings, flags):
     ],
 )
 def test_a_key_or_a_value_that_is_none_of_its_flag_is_refused(settings, words):
-    with pytest.raises(EppError) as error:
-        argv_of(Settings(**settings), PARSER)
-    assert words in str(error.value)
+    assert words in refusal(argv_of, Settings(**settings), PARSER)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +180,7 @@ def test_ranks_start_under_torchrun_and_figures_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "count_gpus", lambda: 2)
     monkeypatch.setattr(runs, "_exit_code", stand_in)
     run = runs.train(tmp_path, 2, {"epp": True, "num_layers": 4})
-    assert run.losses == [2.5]
-    assert run.tokens_per_second == 5000
+    assert (run.losses, run.tokens_per_second) == ([2.5], 5000)
 
 
 @pytest.mark.parametrize(
@@ -230,10 +228,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     with caplog.at_level(logging.WARNING):
         hold(tmp_path, "run")
     assert "cannot be locked (No locks available)" in caplog.text

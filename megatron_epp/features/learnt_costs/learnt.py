@@ -23,7 +23,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.costs.megatron_facts import facts
 from megatron_epp.mcore.costs.sources import gathered
 from megatron_epp.mcore.costs.stored import write_whole
-from megatron_epp.mcore.features import has_user_microbatches
+from megatron_epp.mcore.releases import has_user_microbatches
 from megatron_epp.plan import EppError
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import parse_json, read_text

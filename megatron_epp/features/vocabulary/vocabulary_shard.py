@@ -20,7 +20,7 @@ from megatron.core import mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.arguments.layout import placement_of
 from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, vocabulary_rows
 from megatron_epp.mcore.model.block_loss import loss_obstacle
@@ -164,6 +164,6 @@ def _own_rows(whole: torch.Tensor | None, root: int, vocabulary: Vocabulary, con
 
 def _obstacle(model: Any) -> str:
     """Return the reason why a model's output layer cannot be divided; empty if it can."""
-    if features.fuses_output_with_loss(model):
+    if releases.fuses_output_with_loss(model):
         return "--cross-entropy-fusion-impl linear fuses the output layer with the loss"
     return loss_obstacle(model)

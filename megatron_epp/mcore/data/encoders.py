@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_epp.data.token_record import Tokenizer, identity_of, is_of_hub, missing_tokenizer
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming_file, one_line, read_text
 
@@ -55,7 +55,7 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
     absent = f"there is no folder {name} here, so the tokenizer is that of Hugging Face's hub" if is_of_hub(kind, name) else ""
     if absent:
         logger.warning("%s: it is downloaded unless it has been before", absent)
-    config = features.tokenizer_settings(options)
+    config = releases.tokenizer_settings(options)
     try:
         tokenizer = build_tokenizer(config)
     except Exception as error:  # each tokenizer library raises its own kinds
@@ -68,7 +68,7 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
     identity = identity_of(tokenizer, config)
     if config.tokenizer_type != "HuggingFaceTokenizer":
         return Encoder(encode, identity, flags)
-    model = features.hugging_face_tokenizer(tokenizer)
+    model = releases.hugging_face_tokenizer(tokenizer)
     decode = partial(model.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     added = (number for number, token in model.added_tokens_decoder.items() if token.special)
     stops = frozenset(map(int, (*added, *model.all_special_ids)))

@@ -24,7 +24,6 @@ from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.arguments.setting_checks import advice
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained_share
 from megatron_epp.mcore.costs.sources import Step, by_stage, gathered
-from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes
 from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, installed
@@ -36,6 +35,7 @@ from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.mcore.iteration.run_feature import Learning
 from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
+from megatron_epp.mcore.releases import reads_ahead
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.errors import Names

@@ -11,7 +11,6 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
-from megatron_epp.mcore.features import training_args
 from megatron_epp.mcore.iteration.microbatch_look_ahead import installed
 from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
@@ -20,6 +19,7 @@ from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report import NOTHING, IterationReport
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.model.stage import timed
+from megatron_epp.mcore.releases import training_args
 from megatron_epp.plan import EppError
 
 

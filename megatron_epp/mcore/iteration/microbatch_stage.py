@@ -13,7 +13,6 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.mcore.arguments.fp8 import recipe
-from megatron_epp.mcore.features import backward_step
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches
 from megatron_epp.mcore.iteration.replay import numbered_by
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
@@ -21,6 +20,7 @@ from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, run_again
 from megatron_epp.mcore.model.replaced import marked, problems, put
 from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts, own_device
+from megatron_epp.mcore.releases import backward_step
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.saved import SavedTensors

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.rule import Door
@@ -77,9 +77,9 @@ def flags_of(function: str, settings: Mapping[str, object], names: Sequence[str]
             raise EppError(f"{row.dest.removeprefix('epp_')} is {value!r}; it must be one of {', '.join(row.choices)}")
     split = flags["epp_split_weight_gradient"]
     flags["epp_split_weight_gradient"] = split if split == AUTO else split == "on"
-    features.check_calls()
+    releases.check_calls()
     if not flags["epp_allow_unknown_megatron"]:
-        features.tell_untested()
+        releases.tell_untested()
     return flags | NO_LOOP | {"epp": True, "epp_names": names_in_loop(own)}
 
 
@@ -109,7 +109,7 @@ def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
 
     def run(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         """Run microbatches by a plan."""
-        return schedule(**features.bound(original, *rest, **named).arguments)
+        return schedule(**releases.bound(original, *rest, **named).arguments)
 
     patches = [patching.wrapping(f"{_SCHEDULES}:{name}", run) for name in _PIPELINED]
     patching.apply(patches, allow_unknown=bool(settings.get("allow_unknown_megatron")))

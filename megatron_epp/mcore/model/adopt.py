@@ -24,12 +24,12 @@ from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.setting_checks import pattern_problem
 from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
-from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import model_chunks
 from megatron_epp.mcore.model.core_attention import RelayAttention, relay_of
 from megatron_epp.mcore.model.kinds import adopt_layers, mixes_tokens
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.patches.stock_functions import is_installed
+from megatron_epp.mcore.releases import bound
 from megatron_epp.plan import EppError, Remedy
 
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec", "mtp_block_spec")

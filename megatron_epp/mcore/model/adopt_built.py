@@ -19,13 +19,13 @@ from torch import Tensor
 from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.refusals import RULES
 from megatron_epp.mcore.arguments.rule import Door, problems_of
-from megatron_epp.mcore.features import multiplying_output_layers
 from megatron_epp.mcore.model.adopt import number_attentions
 from megatron_epp.mcore.model.core_attention import RELAY, ChunkParams, RelayAttention, is_causal
 from megatron_epp.mcore.model.kinds import adopt_layers, mixes_tokens, of_experts
 from megatron_epp.mcore.model.language_model import language_model_of, outputs_of
 from megatron_epp.mcore.model.replaced import HOOKS, assigned, put
 from megatron_epp.mcore.patches.stock_functions import is_installed
+from megatron_epp.mcore.releases import multiplying_output_layers
 
 _ATTENTION = "core_attention"
 

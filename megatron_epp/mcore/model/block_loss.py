@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.replaced import BEFORE, HOOKS, attached
 from megatron_epp.mcore.model.trained_rows import LOSS, OfRows, own_functions
@@ -171,7 +171,7 @@ def block_loss(
         loss = BlockLoss(bare, block_tokens_of(args, always=True) or max(args.seq_length, args.epp_chunk_tokens or 0))
         loss.asked = asked
         return loss
-    if features.fuses_output_with_loss(bare):
+    if releases.fuses_output_with_loss(bare):
         return _fused_loss(args, bare)
     block_tokens = block_tokens_of(args)
     if block_tokens == 0:
@@ -189,7 +189,7 @@ def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
     block_tokens = block_tokens_of(args, always=True)
     wants_blocks = args.epp_loss_block_tokens != AUTO and block_tokens > 0
     name = names_of(args)["loss_block_tokens"]
-    fused = f"{name} is given too" if wants_blocks else features.fused_loss_obstacle()
+    fused = f"{name} is given too" if wants_blocks else releases.fused_loss_obstacle()
     if not fused:
         return FusedLoss()
     by_blocks = loss_obstacle(model) if block_tokens else f"{name} is 0"
@@ -221,13 +221,13 @@ def block_tokens_of(args: argparse.Namespace, *, always: bool = False) -> int:
 def loss_obstacle(model: Any) -> str:
     """Return the reason why a model's output layer and loss cannot be replaced; empty if they can."""
     layer: Any = getattr(model, "output_layer", None)
-    if type(layer) not in features.multiplying_output_layers():
+    if type(layer) not in releases.multiplying_output_layers():
         return f"the output layer is a {type(layer).__name__}"
     if layer.bias is not None:
         return "the output layer has a bias"
     if model.config.enable_autocast:
         return "autocast chooses the type of the logits"
-    if features.gathers_output_weight(layer):
+    if releases.gathers_output_weight(layer):
         return "ranks share the output layer's weight and gather it"
     if hook := next(attached(layer, HOOKS - {BEFORE}), ""):
         return f"the output layer has a {hook}, which is of logits"
@@ -250,7 +250,7 @@ def shard_logits(model: torch.nn.Module) -> None:
     if LOSS in own:
         return
     own += attached(layer, HOOKS - {BEFORE})  # of whole logits
-    if type(layer) not in features.multiplying_output_layers() or own:
+    if type(layer) not in releases.multiplying_output_layers() or own:
         owner = f"{type(bare).__name__} has its own {', '.join(own)}" if own else f"a {type(layer).__name__}"
         raise EppError(
             f"the output layer gathers its logits (parallel_output=False; {owner}), and Megatron's loss takes them for a shard "

@@ -23,7 +23,7 @@ from megatron.training import argument_utils, arguments, get_args, get_timers, t
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.data.stream import build_gpt_datasets
 from megatron_epp.mcore.model.losses import token_loss
 
@@ -158,7 +158,7 @@ def pretrain() -> None:
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}  # as in Megatron's own script
     kind = ModelType.encoder_or_decoder
     args = arguments.parse_and_validate_args(args_defaults=defaults)
-    if not features.pretrain_builds_model():  # 0.18 gets a function that does
+    if not releases.pretrain_builds_model():  # 0.18 gets a function that does
         config = argument_utils.pretrain_cfg_container_from_args(args)
         training.pretrain(config, build_datasets, build_model, kind, forward_step)
         return

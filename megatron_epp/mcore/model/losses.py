@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 
 if TYPE_CHECKING:
     from megatron_epp.losses import Loss
@@ -48,7 +48,7 @@ def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def check_loss(loss: Tensor, whose: str) -> None:
     """Wait for a loss, and report NaN or infinity to Megatron's rerun machine, which ends the run or retries it."""
-    if features.checks_losses():
+    if releases.checks_losses():
         machine = get_rerun_state_machine()
         for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             machine.validate_result(
@@ -71,7 +71,7 @@ def scale_added_losses(config: Any, output: Tensor) -> None:
     # Without Megatron's division by microbatches: plans need --calculate-per-token-loss, which divides gradients by tokens.
     scale = 1.0 if config.grad_scale_func is None else config.grad_scale_func(torch.ones(1, device=output.device))
     if config.num_moe_experts is not None:
-        of_experts = features.router_loss_scale(config)
+        of_experts = releases.router_loss_scale(config)
         MoEAuxLossAutoScaler.set_loss_scale(_on_device(scale if of_experts is None else of_experts(), output))
     if config.mtp_num_layers:
         MTPLossAutoScaler.set_loss_scale(_on_device(scale, output))
@@ -85,5 +85,5 @@ def _on_device(scale: Any, like: Tensor) -> Tensor:
 
 def average_router_losses(num_microbatches: int, num_chunks: int) -> None:
     """Rescale the logged router losses to means over chunks, since Megatron's log divides their sums by `num_microbatches`."""
-    for values in features.logged_router_losses().values():
+    for values in releases.logged_router_losses().values():
         values *= num_microbatches / num_chunks

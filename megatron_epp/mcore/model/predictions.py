@@ -17,9 +17,9 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_epp.data.batch import AheadArrays
-from megatron_epp.mcore.features import bound, log_prediction_loss
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.replaced import ALL, mark
+from megatron_epp.mcore.releases import bound, log_prediction_loss
 
 
 @dataclass(slots=True)

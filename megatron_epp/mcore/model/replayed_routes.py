@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.data.routes import Routing
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.model.kinds import EXPERTS
 from megatron_epp.plan import EppError
@@ -36,7 +36,7 @@ class ChunkRoutes:
             experts = self.of_layers[layer].T.long()
             return scores.gather(1, experts), experts
 
-        call = features.bound(original, *rest, **named)
+        call = releases.bound(original, *rest, **named)
         # Megatron calls this function of its `RouterReplay`. Fused routing would not.
         call.arguments |= {"router_replay": SimpleNamespace(get_replay_topk=take), "fused": False}
         return original(*call.args, **call.kwargs)

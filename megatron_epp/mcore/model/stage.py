@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_epp.data.batch import AheadArrays, InputArrays, LossColumns, TrainedTokens
 from megatron_epp.mcore.arguments.fp8 import recipe, row_multiple
-from megatron_epp.mcore.features import logged_prediction_losses, logged_router_losses
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.language_model import axes_of, inside_of, language_model_of, own_positions
@@ -24,6 +23,7 @@ from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_
 from megatron_epp.mcore.model.losses import check_loss, scale_added_losses, summed_loss
 from megatron_epp.mcore.model.replaced import mark, marked, problems
 from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
+from megatron_epp.mcore.releases import logged_prediction_losses, logged_router_losses
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.context import ChunkContext

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan.attributes import having
 
@@ -83,9 +83,9 @@ class TrainedRows(OfRows):
 def trained_rows(model: torch.nn.Module) -> TrainedRows | None:
     """Return how a last stage computes the loss of trained tokens only; None for a model whose loss is not Megatron's."""
     bare: Any = unwrap_model(model)
-    if type(getattr(bare, "output_layer", None)) not in features.multiplying_output_layers():
+    if type(getattr(bare, "output_layer", None)) not in releases.multiplying_output_layers():
         return None
-    if features.fuses_output_with_loss(bare) or own_functions(bare):
+    if releases.fuses_output_with_loss(bare) or own_functions(bare):
         return None
     return TrainedRows(bare)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron_epp.launch.script_flags import TrainingParser
 from megatron_epp.mcore.arguments.layout import SEARCHED
-from megatron_epp.mcore.features import bound, described, document_args, epp_args, has_user_microbatches, takes
 from megatron_epp.mcore.patches import stock_functions
 from megatron_epp.mcore.patches.patching import Patch, when, wrapping
 from megatron_epp.mcore.patches.running_chunk import keep_chunk, runs_chunk
+from megatron_epp.mcore.releases import bound, described, document_args, epp_args, has_user_microbatches, takes
 from megatron_epp.plan.attributes import having
 from megatron_epp.plan.errors import NothingLeftError
 

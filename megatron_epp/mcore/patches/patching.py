@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.patches import fingerprints
 from megatron_epp.plan.errors import EppError
 
@@ -145,7 +145,7 @@ def _holder(target: str) -> tuple[Any, str]:
     except Exception as error:  # of the module, or of one that it imports
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise _missing(target) from None
-        release, cause = features.installed_version(), f"{type(error).__name__}: {error}"
+        release, cause = releases.installed_version(), f"{type(error).__name__}: {error}"
         raise EppError(f"{module_name} of megatron-core {release} cannot be imported, {cause}") from error
     try:
         for part in path:
@@ -156,7 +156,7 @@ def _holder(target: str) -> tuple[Any, str]:
 
 
 def _missing(target: str) -> EppError:
-    return EppError(f"{target} does not exist in megatron-core {features.installed_version()}")
+    return EppError(f"{target} does not exist in megatron-core {releases.installed_version()}")
 
 
 def check(patch: Patch, allow_unknown: bool = False) -> None:
@@ -165,8 +165,8 @@ def check(patch: Patch, allow_unknown: bool = False) -> None:
         return
     digest = fingerprint(patch.target)
     if digest not in patch.fingerprints:
-        what = f"{patch.target} of megatron-core {features.installed_version()}"
-        todo = f"{features.INSTALL}, or pass --epp-allow-unknown-megatron"
+        what = f"{patch.target} of megatron-core {releases.installed_version()}"
+        todo = f"{releases.INSTALL}, or pass --epp-allow-unknown-megatron"
         raise EppError(f"{what} is not the code megatron-epp knows ({digest}): {todo}")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.mcore.patches.running_chunk import chunk, running
 from megatron_epp.runtime.attention.segments import SegmentTable
 
@@ -95,9 +95,9 @@ def count_tokens(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Weight a router's loss by the number of the chunk's tokens without padding."""
     per_expert, *_ = original(*rest, **named)
     real: RealTokens = running.real
-    ranks = features.bound(original, *rest, **named).arguments["reduce_group"].size()
+    ranks = releases.bound(original, *rest, **named).arguments["reduce_group"].size()
     # Megatron multiplies the loss by the second (with per-token losses), and divides by the third.
-    return per_expert, features.router_loss_tokens(real.total, ranks), real.total
+    return per_expert, releases.router_loss_tokens(real.total, ranks), real.total
 
 
 def apply_z_loss(original: Callable[..., Any], router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:

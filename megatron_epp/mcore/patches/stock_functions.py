@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
-from megatron_epp.mcore.features import has_user_microbatches
 from megatron_epp.mcore.patches.fingerprints import SCRIPTS, definition, digest, fingerprint, global_names
+from megatron_epp.mcore.releases import has_user_microbatches
 from megatron_epp.plan.errors import EppError
 
 FORWARD_STEP = "forward_step"

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from megatron_epp.launch.machine import EXPANDABLE, TF32, allocator_setting, nccl_version, segments_expand, version_of
-from megatron_epp.mcore import features
+from megatron_epp.mcore import releases
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
 from megatron_epp.tools.cli import measure_profile
@@ -151,7 +151,7 @@ def _library(library: _Library, is_of_use: bool = True) -> Finding:
     if version is None:
         return Finding(library.name, OK, "found, of an unknown version")
     # NVIDIA's containers have builds from before a release: torch 2.6.0a0+... is as good as 2.6.
-    if not any(features.matches(name, versions) for name in (version, Version(version).base_version)):
+    if not any(releases.matches(name, versions) for name in (version, Version(version).base_version)):
         return Finding(library.name, library.status, f"{version}, outside {versions}", library.install)
     return Finding(library.name, OK, f"{version} ({versions})")
 
@@ -172,13 +172,13 @@ def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 def _megatron() -> Iterator[Finding]:
     try:
-        features.check_megatron()
+        releases.check_megatron()
     except EppError as error:
-        yield Finding("megatron-core", PROBLEM, str(error), features.INSTALL * (features.INSTALL in str(error)))
+        yield Finding("megatron-core", PROBLEM, str(error), releases.INSTALL * (releases.INSTALL in str(error)))
         return
-    yield Finding("megatron-core", OK, features.described())
+    yield Finding("megatron-core", OK, releases.described())
     if importlib.util.find_spec("megatron.training") is None:
-        todo = f"{features.INSTALL}, or put a clone of Megatron-LM on PYTHONPATH"
+        todo = f"{releases.INSTALL}, or put a clone of Megatron-LM on PYTHONPATH"
         yield Finding("megatron.training", PROBLEM, "not found", todo)
         return
     from megatron_epp.mcore import entry

@@ -82,9 +82,15 @@ def returned(finished: Finished) -> Any:
 
 
 def train(
-    folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180, change: str = "",
-    tiny: Sequence[str] = TINY, env: Mapping[str, str] | None = None,
-) -> Finished:  # fmt: skip
+    folder: Path,
+    num_processes: int,
+    *flags: object,
+    iterations: int,
+    timeout_s: float = 180,
+    change: str = "",
+    tiny: Sequence[str] = TINY,
+    env: Mapping[str, str] | None = None,
+) -> Finished:
     """Train TINY, or others in its place, with `flags` and a change of `changed_training`. Raises AssertionError on failure."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -20,10 +20,26 @@ VERSION = "2.3.2.post1"
 
 @keeping_inputs
 def mamba_split_conv1d_scan_combined(
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None,
-    dt_limit=(0.0, float("inf")), return_final_states=False, activation="silu", rmsnorm_weight=None, rmsnorm_eps=1e-6,
-    outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1, norm_before_gate=True,
-):  # fmt: skip
+    zxbcdt,
+    conv1d_weight,
+    conv1d_bias,
+    dt_bias,
+    A,
+    D,
+    chunk_size,
+    initial_states=None,
+    seq_idx=None,
+    dt_limit=(0.0, float("inf")),
+    return_final_states=False,
+    activation="silu",
+    rmsnorm_weight=None,
+    rmsnorm_eps=1e-6,
+    outproj_weight=None,
+    outproj_bias=None,
+    headdim=None,
+    ngroups=1,
+    norm_before_gate=True,
+):
     """Compute all pairs of tokens of a sequence, in fp64, so that it does not matter where it is cut."""
     assert activation == "silu"
     assert dt_limit == (0.0, float("inf"))
@@ -88,12 +104,15 @@ def install():
 
     ssm, scan = "mamba_ssm.ops.triton", {"mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined}
     parts = {
-        "mamba_ssm": {"__version__": VERSION}, "mamba_ssm.ops": {}, ssm: {}, f"{ssm}.layernorm_gated": {"RMSNorm": RMSNorm},
+        "mamba_ssm": {"__version__": VERSION},
+        "mamba_ssm.ops": {},
+        ssm: {},
+        f"{ssm}.layernorm_gated": {"RMSNorm": RMSNorm},
         f"{ssm}.ssd_combined": scan | {"mamba_chunk_scan_combined": _chunk_scan},
         "causal_conv1d": {"__version__": "1.6.1", "causal_conv1d_fn": None},
         "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": None},
         "einops": {"rearrange": _rearrange, "repeat": _repeat},
-    }  # fmt: skip
+    }
     for path, names in parts.items():
         module = sys.modules.setdefault(path, ModuleType(path))
         for name, value in names.items():

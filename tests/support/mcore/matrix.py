@@ -193,8 +193,10 @@ def _masked(masks: Callable[[], list[np.ndarray]]) -> Callable[[Path], str]:
 
 
 DOCUMENTS: dict[str, Callable[[Path], str]] = {
-    "plain": functools.cache(lambda prefix: write_documents(prefix, LENGTHS, VOCABULARY)), "answers": _masked(answers_only),
-    "whole or ends": _masked(_whole_or_ends), "parts": _masked(_part_of_every_one),
+    "plain": functools.cache(lambda prefix: write_documents(prefix, LENGTHS, VOCABULARY)),
+    "answers": _masked(answers_only),
+    "whole or ends": _masked(_whole_or_ends),
+    "parts": _masked(_part_of_every_one),
     "one of two replicas": _masked(_on_one_of_two_replicas),
-}  # fmt: skip
+}
 """By what of them is trained, functions that write documents of the lengths of parity runs and return their path."""

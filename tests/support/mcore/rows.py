@@ -118,14 +118,17 @@ def _check_cut(wanted: Cut, iterations: int, figures: Figures, _: Path) -> None:
 def _cuts(iterations: int, cases: Cases) -> list[Row]:
     return [
         Row(
-            name=f"{cell}: {model}, {cut}, {iterations}", case=Case(Cell(pp=cell.pp), model, CUTS[cut].flags),
-            check=functools.partial(_check_cut, CUTS[cut], iterations), iterations=iterations, batch=BATCH,
+            name=f"{cell}: {model}, {cut}, {iterations}",
+            case=Case(Cell(pp=cell.pp), model, CUTS[cut].flags),
+            check=functools.partial(_check_cut, CUTS[cut], iterations),
+            iterations=iterations,
+            batch=BATCH,
             is_slow=iterations == MORE_ITERATIONS,
         )
         for cell, models in cases.items()
         for model, cuts in models.items()
         for cut in cuts
-    ]  # fmt: skip
+    ]
 
 
 # ---- every two kinds of parallelism ----------------------------------------------------------------------------------
@@ -146,9 +149,12 @@ OF_ANSWERS = BY_DEFAULT[1], BY_DEFAULT[5], BY_DEFAULT[7]
 CHOICES = tuple(choices for choices in all_rows() if str(choices) in BY_DEFAULT)
 PAIRS = tuple(choices for choices in covering_rows() if choices not in CHOICES)
 PLACEMENTS = {
-    (1, 1, "looped"): (0,), (2, 1, "looped"): (0, 1), (4, 1, "looped"): (0, 1, 2, 3), (2, 2, "looped"): (0, 1, 0, 1),
+    (1, 1, "looped"): (0,),
+    (2, 1, "looped"): (0, 1),
+    (4, 1, "looped"): (0, 1, 2, 3),
+    (2, 2, "looped"): (0, 1, 0, 1),
     (2, 2, "v"): (0, 1, 1, 0),
-}  # fmt: skip
+}
 """The rank of every stage, by pipeline size, stages per rank and placement."""
 
 
@@ -258,11 +264,13 @@ def _latents() -> list[Row]:
         Row(
             name=f"latent attention, {relayed}: {name}",
             case=replace(own, plan=f"{own.plan} {_LATENT_CAPS.get((name, choice), '')} --epp-latents {choice}"),
-            check=functools.partial(_check_latents, name), batch=BATCH, is_slow=(name, choice) not in _OFTEN,
+            check=functools.partial(_check_latents, name),
+            batch=BATCH,
+            is_slow=(name, choice) not in _OFTEN,
         )
         for name, own in LATENTS.items()
         for choice, relayed in (("on", "latents"), ("off", "keys and values"))
-    ]  # fmt: skip
+    ]
 
 
 # ---- multi-token prediction ------------------------------------------------------------------------------------------
@@ -301,13 +309,17 @@ def _predictions() -> list[Row]:
     """Return rows whose last stage, where weights are tied, has an unused copy of the embedding as its output layer."""
     return [
         Row(
-            name=f"multi-token prediction: {name}", case=own,
+            name=f"multi-token prediction: {name}",
+            case=own,
             check=functools.partial(_check_predictions, 1 if "packed" in name else 3),
-            iterations=3 if name in MORE_PREDICTIONS else 2, batch=BATCH if name in MORE_PREDICTIONS else SMALL_BATCH,
-            documents="answers" if "masks" in name else "plain", unused="tied" in name, is_slow=name in MORE_PREDICTIONS,
+            iterations=3 if name in MORE_PREDICTIONS else 2,
+            batch=BATCH if name in MORE_PREDICTIONS else SMALL_BATCH,
+            documents="answers" if "masks" in name else "plain",
+            unused="tied" in name,
+            is_slow=name in MORE_PREDICTIONS,
         )
         for name, own in (PREDICTIONS | MORE_PREDICTIONS).items()
-    ]  # fmt: skip
+    ]
 
 
 def _check_latent_predictions(name: str, figures: Figures, folder: Path) -> None:
@@ -320,11 +332,12 @@ def _latent_predictions() -> list[Row]:
         Row(
             name=f"latent attention, multi-token prediction: {name}",
             case=replace(own, plan=f"{own.plan} --epp-latents {'off' if 'cap' in name else 'on'}"),
-            check=functools.partial(_check_latent_predictions, name), batch=BATCH if "cap" in name else SMALL_BATCH,
+            check=functools.partial(_check_latent_predictions, name),
+            batch=BATCH if "cap" in name else SMALL_BATCH,
             is_slow=name == "weights apart",
         )
         for name, own in LATENT_PREDICTIONS.items()
-    ]  # fmt: skip
+    ]
 
 
 # ---- masks of trained tokens -----------------------------------------------------------------------------------------
@@ -389,11 +402,15 @@ def _layouts() -> list[Row]:
     chosen = _of_layers("chosen", CHOSEN, slow=[*CHOSEN][2:])
     cut = [
         Row(
-            name=f"uneven layers: {name}, {LONG}", case=own, check=functools.partial(_check_layout, own.cell.split),
-            iterations=LONG, batch=BATCH, is_slow=True,
+            name=f"uneven layers: {name}, {LONG}",
+            case=own,
+            check=functools.partial(_check_layout, own.cell.split),
+            iterations=LONG,
+            batch=BATCH,
+            is_slow=True,
         )
         for name, own in LAYOUTS.items()
-    ]  # fmt: skip
+    ]
     return chosen + cut
 
 
@@ -464,13 +481,16 @@ def _check_shards(splits: bool, is_chosen: bool, cuts: bool, figures: Figures, _
 def _vocabularies(iterations: int, cases: dict[str, Case]) -> list[Row]:
     return [
         Row(
-            name=f"vocabulary: {name}, {iterations}", case=own,
+            name=f"vocabulary: {name}, {iterations}",
+            case=own,
             check=functools.partial(_check_shards, own.cell.split, "--epp-layout auto" in own.plan, "planner" not in own.plan),
-            iterations=iterations, batch=BATCH if iterations == LONG else SMALL_BATCH,
-            documents=_MASKED if "masked" in name else "plain", is_slow=iterations == LONG,
+            iterations=iterations,
+            batch=BATCH if iterations == LONG else SMALL_BATCH,
+            documents=_MASKED if "masked" in name else "plain",
+            is_slow=iterations == LONG,
         )
         for name, own in cases.items()
-    ]  # fmt: skip
+    ]
 
 
 def _check_uneven_shards(splits: bool, figures: Figures, folder: Path) -> None:
@@ -494,8 +514,9 @@ def _check_hybrid(figures: Figures, _: Path) -> None:
 _HYBRID_EXPERTS = Row(
     name="hybrid model of attention, MLP and expert layers",
     case=case(REPLICAS, AGAIN, both="--hybrid-layer-pattern *E|-*E --spec tests.support.mcore.local_hybrid stack_spec"),
-    check=_check_hybrid, is_slow=True,  # as those of `STATES` with experts, on stages
-)  # fmt: skip
+    check=_check_hybrid,
+    is_slow=True,  # as those of `STATES` with experts, on stages
+)
 _DELTA = "--spec tests.support.mcore.delta_hybrid stack_spec --linear-num-key-heads 2 --linear-num-value-heads 4 "
 _DELTA += "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4"
 _MAMBA = f"{_DELTA.replace('delta_hybrid', 'mamba_hybrid')} --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 "
@@ -577,20 +598,27 @@ _LONG_LAYERS: dict[str, dict[str, str]] = {
 def _long_of_layers() -> list[Row]:
     return [
         Row(
-            name=f"{kind}: {layout}, {LONG}", case=replace(_LONG_LAYOUTS[layout], both=both), check=_check_slices,
-            iterations=LONG, batch=BATCH, is_slow=True,
+            name=f"{kind}: {layout}, {LONG}",
+            case=replace(_LONG_LAYOUTS[layout], both=both),
+            check=_check_slices,
+            iterations=LONG,
+            batch=BATCH,
+            is_slow=True,
         )
         for kind, layouts in _LONG_LAYERS.items()
         for layout, both in layouts.items()
-    ]  # fmt: skip
+    ]
 
 
 _LATENT_SPEC = "tests.support.mcore.latent_hybrid stack_spec"
 _HYBRID_LATENTS = Row(
     name="hybrid model of latent attention, MLP and expert layers",
     case=case(REPLICAS, f"{AGAIN} --epp-latents on", both=f"{_WIDE} --hybrid-layer-pattern +E|-+E --spec {_LATENT_SPEC}"),
-    check=_check_hybrid, iterations=3, batch=BATCH, is_slow=True,
-)  # fmt: skip
+    check=_check_hybrid,
+    iterations=3,
+    batch=BATCH,
+    is_slow=True,
+)
 
 
 # ---- experts by DeepEP and HybridEP ----------------------------------------------------------------------------------
@@ -620,22 +648,33 @@ _BACK = "pp2 v2 split"
 FROZEN = ("adapters", "pp2", _AGAIN, ""), ("some", "pp2", f"{THREE} --epp-costs learn", ""), ("layers", "pp2 split", _AGAIN, "")
 """Part that trains, layout, and flags of plans and of both runs."""
 MORE_FROZEN = (
-    ("adapters", _BACK, "--epp-slices 4", ""), ("adapters", "pp2", _TIGHT, ""), ("adapters", "cp2 pp2", THREE, ""),
-    ("adapters", "dp2 pp2", f"{THREE} --use-distributed-optimizer", ""), ("adapters", "pp2", THREE, "--mtp-num-layers 1"),
-    ("last", "pp2", _TIGHT, ""), ("last", "pp2 split", THREE, ""), ("last", "pp4 split", THREE, ""),
-    ("last", "pp2 looped2", _AGAIN, ""), ("later", _BACK, "--epp-slices 4", ""),
+    ("adapters", _BACK, "--epp-slices 4", ""),
+    ("adapters", "pp2", _TIGHT, ""),
+    ("adapters", "cp2 pp2", THREE, ""),
+    ("adapters", "dp2 pp2", f"{THREE} --use-distributed-optimizer", ""),
+    ("adapters", "pp2", THREE, "--mtp-num-layers 1"),
+    ("last", "pp2", _TIGHT, ""),
+    ("last", "pp2 split", THREE, ""),
+    ("last", "pp4 split", THREE, ""),
+    ("last", "pp2 looped2", _AGAIN, ""),
+    ("later", _BACK, "--epp-slices 4", ""),
     ("last", "cp2 pp2", f"{THREE} --epp-costs learn", ""),
-    ("later", "pp2", "--epp-layout 3,1 --epp-slices 3 --epp-recompute 1", ""), ("first", "pp2 split", _AGAIN, ""),
-    ("head", "pp2", _AGAIN, ""), ("head", "pp2 split", THREE, "--mtp-num-layers 1"), ("layers", "tp2 sp pp2 split", THREE, ""),
-)  # fmt: skip
+    ("later", "pp2", "--epp-layout 3,1 --epp-slices 3 --epp-recompute 1", ""),
+    ("first", "pp2 split", _AGAIN, ""),
+    ("head", "pp2", _AGAIN, ""),
+    ("head", "pp2 split", THREE, "--mtp-num-layers 1"),
+    ("layers", "tp2 sp pp2 split", THREE, ""),
+)
 
 
 def _frozen(number: int, part: str, cell: str, plan: str, both: str, is_slow: bool) -> Row:
     both = f"--spec tests.support.mcore.adapters {part} {both}"
     return Row(
-        name=f"of the model only a part trains: {part}, {cell}, {number}", case=case(cell, plan, both=both),
-        check=_check_slices, is_slow=is_slow,
-    )  # fmt: skip
+        name=f"of the model only a part trains: {part}, {cell}, {number}",
+        case=case(cell, plan, both=both),
+        check=_check_slices,
+        is_slow=is_slow,
+    )
 
 
 # ---- learnt costs ----------------------------------------------------------------------------------------------------
@@ -665,13 +704,29 @@ def _learnt() -> list[Row]:
 
 
 ROWS = (
-    *_cuts(ITERATIONS, CASES), *KINDS, *_routers(), *_latents(), *_predictions(), *_latent_predictions(), *_masks(),
-    *_vocabularies(2, VOCABULARIES), *_uneven_shards(), _HYBRID_EXPERTS,
-    *_of_layers("Mamba-2 and gated delta nets", STATES, slow=("two stages, weights apart",)), *_hybrid_predictions(),
-    *_of_layers("windows and sinks", WINDOWS), *_uneven_heads(), *_long_of_layers(), *_flex(), _HYBRID_LATENTS, *_learnt(),
+    *_cuts(ITERATIONS, CASES),
+    *KINDS,
+    *_routers(),
+    *_latents(),
+    *_predictions(),
+    *_latent_predictions(),
+    *_masks(),
+    *_vocabularies(2, VOCABULARIES),
+    *_uneven_shards(),
+    _HYBRID_EXPERTS,
+    *_of_layers("Mamba-2 and gated delta nets", STATES, slow=("two stages, weights apart",)),
+    *_hybrid_predictions(),
+    *_of_layers("windows and sinks", WINDOWS),
+    *_uneven_heads(),
+    *_long_of_layers(),
+    *_flex(),
+    _HYBRID_LATENTS,
+    *_learnt(),
     *(_frozen(number, *given, is_slow=False) for number, given in enumerate(FROZEN)),
-    *(_frozen(number, *given, is_slow=True) for number, given in enumerate(MORE_FROZEN)), *_cuts(MORE_ITERATIONS, MORE_CASES),
+    *(_frozen(number, *given, is_slow=True) for number, given in enumerate(MORE_FROZEN)),
+    *_cuts(MORE_ITERATIONS, MORE_CASES),
     *(_chosen(str(choices), choices, 2) for choices in PAIRS),
-    *(_chosen(f"{choices} (full)", choices, 3) for choices in full_rows()), *_layouts(),
+    *(_chosen(f"{choices} (full)", choices, 3) for choices in full_rows()),
+    *_layouts(),
     *_vocabularies(LONG, MORE_VOCABULARIES),
-)  # fmt: skip
+)

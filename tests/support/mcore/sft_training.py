@@ -27,10 +27,17 @@ def conversations(num_samples, vp_stage=None):
     args = get_args()
     assert args.sft
     config = GPTDatasetConfig(
-        random_seed=args.seed, sequence_length=args.seq_length, blend=get_blend_and_blend_per_split(args)[0], split=args.split,
-        tokenizer=build_tokenizer(args), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        create_attention_mask=False, context_parallel_size=args.context_parallel_size,
-    )  # fmt: skip
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=get_blend_and_blend_per_split(args)[0],
+        split=args.split,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        context_parallel_size=args.context_parallel_size,
+    )
     return BlendedMegatronDatasetBuilder(SFTDataset, num_samples, lambda: True, config).build()
 
 

@@ -58,13 +58,13 @@ def _keeping(train_step: Callable[..., Any], kept: dict[str, Any]) -> Callable[.
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
         from megatron.training import get_args
 
-        from megatron_epp.mcore import features
+        from megatron_epp.mcore import releases
 
         number, config = len(kept["losses"]) + 1, args[2]
         config.grad_scale_func = lambda loss: loss * 2.0 ** (number % 3)
         loss, *rest = train_step(forward_step, data_iterator, model, *args, **kwargs)
         predicted_more = {name: sums for name, sums in MTPLossLoggingHelper.tracker.items() if name == "values"}
-        sums = dict(loss or {}) | features.logged_router_losses() | predicted_more
+        sums = dict(loss or {}) | releases.logged_router_losses() | predicted_more
         kept["losses"].append({name: torch.as_tensor(value).detach().clone() for name, value in sums.items()})
         named = {f"{number}.{name}": one for number, chunk in enumerate(model) for name, one in chunk.named_parameters()}
         kept["gradients"].append({name: one.main_grad.detach().clone() for name, one in named.items()})

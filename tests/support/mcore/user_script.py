@@ -30,9 +30,14 @@ def is_dataset_built_on_rank():
 
 def core_gpt_dataset_config_from_args(args):
     return GPTDatasetConfig(
-        random_seed=args.seed, sequence_length=args.seq_length, split=args.split, tokenizer=build_tokenizer(args),
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-    )  # fmt: skip
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        split=args.split,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
 
 
 def train_valid_test_datasets_provider(num_samples, vp_stage=None):
@@ -66,6 +71,9 @@ if __name__ == "__main__":
     args = parse_and_validate_args(extra_args_provider=add_own_flag)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(
-        config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step,
+        config,
+        train_valid_test_datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
         get_embedding_ranks=get_embedding_ranks,
-    )  # fmt: skip
+    )

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.arguments.rule import Door
-from megatron_epp.mcore.features import pads_uneven_exchanges
 from megatron_epp.mcore.model.kinds import flex_backend
+from megatron_epp.mcore.releases import pads_uneven_exchanges
 from megatron_epp.plan.planners import begins_with_greedy
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import torch
 from megatron.core.ssm import mamba_mixer
 from torch import Tensor
 
-from megatron_epp.mcore.features import takes_state_dtype
 from megatron_epp.mcore.model.kinds import is_mamba
 from megatron_epp.mcore.model.kinds.own_forward import run_chunks
+from megatron_epp.mcore.releases import takes_state_dtype
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, of_group, to_heads, to_tokens
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.state_space import StateSpaceLayer

@@ -179,10 +179,13 @@ def _compared(flags, rope_utils, unfused):
         rope_utils._apply_rotary_pos_emb_bshd = unfused
     small, large = (sum(size for size, _ in kept) for kept in (few, many))
     return {
-        "flags": flags, "planned": shape.layer_bytes_per_token if planned is None else planned,
-        "attended": shape.attended_bytes_per_token, "measured": (large - small) / 64, "constant": 2 * small - large,
+        "flags": flags,
+        "planned": shape.layer_bytes_per_token if planned is None else planned,
+        "attended": shape.attended_bytes_per_token,
+        "measured": (large - small) / 64,
+        "constant": 2 * small - large,
         "tensors": [f"{size} bytes: {what}" for size, what in many],
-    }  # fmt: skip
+    }
 
 
 def built(args, tokens):

@@ -98,13 +98,18 @@ def of_batches(executor, batches):
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(
                     {
-                        "name": name, "planned": planned, "measured": saved.peak_bytes,
-                        "left": saved.live_bytes + host.held_bytes, "planned_host": host_peak_bytes(plan)[self.rank],
-                        "host": host.held_peak_bytes, "hosted": len(caches), "share": offload_share(plan),
+                        "name": name,
+                        "planned": planned,
+                        "measured": saved.peak_bytes,
+                        "left": saved.live_bytes + host.held_bytes,
+                        "planned_host": host_peak_bytes(plan)[self.rank],
+                        "host": host.held_peak_bytes,
+                        "hosted": len(caches),
+                        "share": offload_share(plan),
                         "offloadable": costs.offloadable_share,
                         "recompute": sorted({str(again) for row in plan.recompute for again in row}),
                     }
-                )  # fmt: skip
+                )
             folder = Path(args.epp_report_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(lines))

@@ -26,9 +26,17 @@ def qwen(language_model: Any) -> Any:
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
     vision = Qwen2_5_VLVisionConfig(
-        depth=2, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=HIDDEN, patch_size=2, spatial_merge_size=2,
-        temporal_patch_size=2, window_size=8, fullatt_block_indexes=[1],
-    )  # fmt: skip
+        depth=2,
+        hidden_size=16,
+        intermediate_size=24,
+        num_heads=2,
+        out_hidden_size=HIDDEN,
+        patch_size=2,
+        spatial_merge_size=2,
+        temporal_patch_size=2,
+        window_size=8,
+        fullatt_block_indexes=[1],
+    )
     config = language_model.config
     config.vision_config, config.provide_language_model = vision, lambda **_: language_model
     config.share_embeddings_and_output_weights, config._pg_collection, config.return_dict = False, None, True

@@ -15,9 +15,15 @@ class DataParallel:
     """
 
     def __init__(
-        self, loop: Loop, samples: Sequence[dict[str, Any]], step: Callable[..., Any] | None = None,
-        models: Sequence[Any] | None = None, *, overlaps: bool = False, distributed: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        loop: Loop,
+        samples: Sequence[dict[str, Any]],
+        step: Callable[..., Any] | None = None,
+        models: Sequence[Any] | None = None,
+        *,
+        overlaps: bool = False,
+        distributed: bool = False,
+    ) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 

@@ -42,8 +42,15 @@ def buffers(sizes: Sequence[Sequence[int]], spare: Sequence[Sequence[int]]) -> d
 
 def _layer(dispatcher: str, backend: str) -> Any:
     config = TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=4, moe_router_topk=2, add_bias_linear=False,
-        expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher, moe_flex_dispatcher_backend=backend,
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        add_bias_linear=False,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type=dispatcher,
+        moe_flex_dispatcher_backend=backend,
         use_cpu_initialization=True,
-    )  # fmt: skip
+    )
     return specs.get_gpt_layer_local_spec(num_experts=4).submodules.mlp(config)

@@ -50,9 +50,11 @@ class Loop:
         arguments = {
             "forward_step_func": self.forward_step,
             "data_iterator": [self.batches() for _ in self.models] if several else self.batches(),
-            "model": self.models if several else self.models[0], "num_microbatches": len(self.lengths), "seq_length": 1,
+            "model": self.models if several else self.models[0],
+            "num_microbatches": len(self.lengths),
+            "seq_length": 1,
             "micro_batch_size": 1,
-        }  # fmt: skip
+        }
         return schedule(**arguments | changes)
 
     def run(self, schedule: Schedule, **changes: Any) -> tuple[Any, list[Tensor]]:
@@ -89,9 +91,16 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def begin(
-    lengths: Sequence[int], stages: int | None = None, *, tensor_parallel: int = 1, context_parallel: int = 1,
-    replicas: int = 1, expert_parallel: int = 1, inside: str | None = None, **settings: Any,
-) -> Loop:  # fmt: skip
+    lengths: Sequence[int],
+    stages: int | None = None,
+    *,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
+    replicas: int = 1,
+    expert_parallel: int = 1,
+    inside: str | None = None,
+    **settings: Any,
+) -> Loop:
     """Prepare Megatron on this rank, and return its loop.
 
     Args:
@@ -107,10 +116,12 @@ def begin(
     ranks = dist.get_world_size() // tensor_parallel // replicas // context_parallel
     stages = stages or ranks
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel, pipeline_model_parallel_size=ranks,
+        tensor_model_parallel_size=tensor_parallel,
+        context_parallel_size=context_parallel,
+        pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=stages // ranks if ranks < stages else None,
         expert_model_parallel_size=expert_parallel,
-    )  # fmt: skip
+    )
     model_parallel_cuda_manual_seed(1)
     models = [within(inside, model) for model in build(stages, ranks < stages, **settings)]
     for model in models:
@@ -119,9 +130,13 @@ def begin(
 
 
 def build(
-    stages: int, virtual: bool, num_experts: int | None = None, positions: str = "learned_absolute", pattern: str = "",
+    stages: int,
+    virtual: bool,
+    num_experts: int | None = None,
+    positions: str = "learned_absolute",
+    pattern: str = "",
     **settings: Any,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -143,13 +158,23 @@ def build(
     # Megatron asks for this dispatcher even without experts.
     settings = {"moe_token_dispatcher_type": "alltoall"} | settings
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
-        num_layers=4, hidden_size=HIDDEN, num_attention_heads=2, pipeline_model_parallel_size=world,
+        num_layers=4,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=world,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        virtual_pipeline_model_parallel_size=stages // world if virtual else None, deallocate_pipeline_outputs=not virtual,
-        pipeline_dtype=torch.float32, variable_seq_lengths=True, hidden_dropout=0.0, attention_dropout=0.0,
-        bias_dropout_fusion=False, masked_softmax_fusion=False, num_moe_experts=num_experts,
-        attention_backend=AttnBackend.unfused if has_engine else AttnBackend.auto, **settings,
-    )  # fmt: skip
+        virtual_pipeline_model_parallel_size=stages // world if virtual else None,
+        deallocate_pipeline_outputs=not virtual,
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        num_moe_experts=num_experts,
+        attention_backend=AttnBackend.unfused if has_engine else AttnBackend.auto,
+        **settings,
+    )
     config.batch_p2p_comm = False
     spec = layer(num_experts=num_experts, multi_latent_attention=is_latent)
     if config.experimental_attention_variant is not None:
@@ -168,9 +193,15 @@ def build(
     for number in range(stages // world):
         stage = number * world + rank
         model = of_model(
-            config, spec, vocab_size=64, max_sequence_length=64, position_embedding_type=positions, pre_process=stage == 0,
-            post_process=stage == stages - 1, vp_stage=number if virtual else None,
-        )  # fmt: skip
+            config,
+            spec,
+            vocab_size=64,
+            max_sequence_length=64,
+            position_embedding_type=positions,
+            pre_process=stage == 0,
+            post_process=stage == stages - 1,
+            vp_stage=number if virtual else None,
+        )
         model.vp_stage = number if virtual else None
         chunks.append(model)
     return chunks
@@ -262,10 +293,17 @@ def frozen_later(lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def compared(
-    stages: int, lengths: Sequence[int], *, settings: Mapping[str, Any] | None = None, inside: str | None = None,
-    pixels: int = 0, host_link: Sequence[float] | None = None, us_per_token: Mapping[str, float] | None = None,
-    part: str | None = None, recomputes: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    stages: int,
+    lengths: Sequence[int],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    inside: str | None = None,
+    pixels: int = 0,
+    host_link: Sequence[float] | None = None,
+    us_per_token: Mapping[str, float] | None = None,
+    part: str | None = None,
+    recomputes: bool = False,
+) -> dict[str, Any]:
     """Run microbatches once by stock, then several times by plans with settings of `wrap`, and evaluate with both.
 
     Args:
@@ -328,9 +366,12 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
     afterwards = loop.run(get_forward_backward_func())
     return {
         "worst": max(apart(gradients, stock[1]) for _, gradients in (*runs, afterwards)),
-        "results": [results for results, _ in runs] + [afterwards[0]], "stock": stock[0], "learnt": learnt, "twice": twice,
+        "results": [results for results, _ in runs] + [afterwards[0]],
+        "stock": stock[0],
+        "learnt": learnt,
+        "twice": twice,
         "is_stock": framework.run is original is getattr(schedules, name),
-    }  # fmt: skip
+    }
 
 
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:

@@ -182,12 +182,15 @@ def compared(training: Training, steps: Steps, inputs: Any, plans: Mapping[str, 
     schedule.close()
     encoders = [w for chunk in training.chunks for name, w in chunk.named_parameters() if "language_model" not in name]
     return {
-        "worst": worst, "weights": apart(training.weights(), after),
+        "worst": worst,
+        "weights": apart(training.weights(), after),
         "losses": [report.means["next token"] * report.divisor for report in reports],
-        "evaluated": evaluated.means["next token"] * evaluated.divisor, "expected": [loss for _, loss in expected],
-        "replica": parallel_state.get_data_parallel_rank(), "chunks": reports[0].num_chunks,
+        "evaluated": evaluated.means["next token"] * evaluated.divisor,
+        "expected": [loss for _, loss in expected],
+        "replica": parallel_state.get_data_parallel_rank(),
+        "chunks": reports[0].num_chunks,
         "trained encoder": sum(float(weight.main_grad.norm()) for weight in encoders if weight.requires_grad),
-    }  # fmt: skip
+    }
 
 
 def _read(folder: Path, stages: Iterable[int]) -> Steps:
@@ -199,9 +202,17 @@ def _read(folder: Path, stages: Iterable[int]) -> Steps:
 
 
 def pictures(
-    replicas: int = 1, stages: int | None = None, frozen: str = "", plans: Mapping[str, Any] | None = None, axes: int = 1,
-    feature_layers: int = 0, overlaps: bool = False, written: Path | None = None, read: Path | None = None, **settings: Any,
-) -> dict[str, Any]:  # fmt: skip
+    replicas: int = 1,
+    stages: int | None = None,
+    frozen: str = "",
+    plans: Mapping[str, Any] | None = None,
+    axes: int = 1,
+    feature_layers: int = 0,
+    overlaps: bool = False,
+    written: Path | None = None,
+    read: Path | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
     """Return how far trainings in slices are from one by Megatron's schedule.
 
     Args:

@@ -13,11 +13,13 @@ from tests.support.mcore.memory_cases import COMMON, LLAMA
 SETTINGS = {
     "adam, shared by replicas": "--bf16 --use-distributed-optimizer",
     "adam, shared by context-parallel ranks": "--bf16 --use-distributed-optimizer --context-parallel-size 2",
-    "adam in fp32, shared": "--use-distributed-optimizer", "adam, whole": "--bf16",
-    "adam, whole, gradients in bf16": "--bf16 --grad-reduce-in-bf16", "sgd": "--bf16 --optimizer sgd",
+    "adam in fp32, shared": "--use-distributed-optimizer",
+    "adam, whole": "--bf16",
+    "adam, whole, gradients in bf16": "--bf16 --grad-reduce-in-bf16",
+    "sgd": "--bf16 --optimizer sgd",
     "adam, experts with few holders": "--bf16 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 "
     "--moe-token-dispatcher-type alltoall",
-}  # fmt: skip
+}
 
 
 def run(documents, names):

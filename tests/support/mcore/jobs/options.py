@@ -12,12 +12,16 @@ ELASTIC = "--epp-slices 3"
 DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
 FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
 RUNS = {
-    "stock": "--epp-schedule stock", "elastic": ELASTIC, "dropout": f"{DROPOUT} --epp-recompute 0",
-    "dropout, recompute": f"{DROPOUT} --epp-recompute 2", "bf16 stock": "--epp-schedule stock --bf16",
-    "bf16 elastic": f"{ELASTIC} --bf16 --epp-loss-block-tokens 7", "bf16 elastic, fp32 gradients of keys": FP32_KV,
+    "stock": "--epp-schedule stock",
+    "elastic": ELASTIC,
+    "dropout": f"{DROPOUT} --epp-recompute 0",
+    "dropout, recompute": f"{DROPOUT} --epp-recompute 2",
+    "bf16 stock": "--epp-schedule stock --bf16",
+    "bf16 elastic": f"{ELASTIC} --bf16 --epp-loss-block-tokens 7",
+    "bf16 elastic, fp32 gradients of keys": FP32_KV,
     "fp16 stock": "--epp-schedule stock --fp16 --loss-scale 128",
     "fp16 elastic": f"{ELASTIC} --fp16 --loss-scale 128 --epp-loss-block-tokens 7",
-}  # fmt: skip
+}
 
 
 def run(folder: Path) -> dict[str, Any]:
@@ -44,4 +48,4 @@ def figures(ranks, contents):
         "plans": [contents(plan) for plan in plans],
         "forwards": [[[str(a) for a in plan.actions(r) if str(a.op) == "F"] for r in range(plan.num_ranks)] for plan in plans],
         "chunks": [repr(plan.chunks) for plan in plans],
-    }  # fmt: skip
+    }

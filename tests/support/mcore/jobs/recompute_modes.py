@@ -31,9 +31,11 @@ RECOMPUTE_MODES = {
 }  # fmt: skip
 """By name; more layers than there are stand for all."""
 OFFLOADS = {
-    "0.3 away": (Recompute(), 0.3), "1.0 away": (Recompute(), 1.0), "0.6 of linear away": (Recompute(selective=8), 0.6),
+    "0.3 away": (Recompute(), 0.3),
+    "1.0 away": (Recompute(), 1.0),
+    "0.6 of linear away": (Recompute(selective=8), 0.6),
     "0.6 of each away": (Recompute(1, 1, 1), 0.6),
-}  # fmt: skip
+}
 """By name: recompute, and the share of what every chunk then keeps that is copied away."""
 KV_OFFLOAD = {
     "hosted": (Recompute(), 0.0),
@@ -80,9 +82,9 @@ def by_levels(executor):
     """An executor that runs a plan without recompute, then with every level, and compares gradients."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from megatron_epp.mcore.features import logged_router_losses
     from megatron_epp.mcore.iteration import sliced_run
     from megatron_epp.mcore.model.layer_recompute import begin_graphs, recompute_by_mode
+    from megatron_epp.mcore.releases import logged_router_losses
 
     calls = counted_calls()
 
@@ -131,12 +133,17 @@ def by_levels(executor):
                 close = {key: torch.allclose(one, first[key], rtol=1e-6, atol=0.0) for key, one in counted.items()}
                 miscounted[name] = [key for key, is_close in close.items() if not is_close]
             facts = {
-                "hooks": [len(stage.decoder._forward_pre_hooks) for stage in self.stages.values()], "differ": differ,
-                "miscounted": miscounted, "counted": sum(bool(one.any()) for one in first.values()), "kernels": kernels,
-                "peaks": peaks, "away": away, "num_gradients": len(plain),
+                "hooks": [len(stage.decoder._forward_pre_hooks) for stage in self.stages.values()],
+                "differ": differ,
+                "miscounted": miscounted,
+                "counted": sum(bool(one.any()) for one in first.values()),
+                "kernels": kernels,
+                "peaks": peaks,
+                "away": away,
+                "num_gradients": len(plain),
                 "zeros": [key for key, grad in plain.items() if not grad.any()],
                 "slices": any(chunk.slice_of(self.plan.lengths) is not None for chunk in self.plan.chunks),
-            }  # fmt: skip
+            }
             folder = Path(sliced_run.current().args.epp_report_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))

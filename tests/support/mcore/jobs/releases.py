@@ -30,14 +30,14 @@ def known() -> dict[str, object]:
     import megatron.training  # the patched file applies our patches
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_epp.mcore import features
+    from megatron_epp.mcore import releases
     from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
     from megatron_epp.mcore.patches import fingerprints, install, patching
 
     stock = inspect.signature(schedules.forward_backward_pipelining_without_interleaving)
     applied = set(patching.applied())
     return {
-        "version": features.installed_version(),
+        "version": releases.installed_version(),
         "path": megatron.training.__path__[0],
         "unknown": patching.unknown(fingerprints.PATCHED | fingerprints.RELIED_ON),
         "not applied": [patch.target for patch in install.patches() if patch not in applied],

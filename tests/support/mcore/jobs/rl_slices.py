@@ -50,9 +50,13 @@ def updated() -> dict[str, Any]:
     differing = updates.gradients() - own
     train.close()
     return {
-        "held_bytes": held, "cap_bytes": cap_bytes, "sliced_bytes": sliced_bytes, "refusal": refusal,
-        "losses": (whole, in_slices), "gradients": float(differing.norm() / own.norm()),
-    }  # fmt: skip
+        "held_bytes": held,
+        "cap_bytes": cap_bytes,
+        "sliced_bytes": sliced_bytes,
+        "refusal": refusal,
+        "losses": (whole, in_slices),
+        "gradients": float(differing.norm() / own.norm()),
+    }
 
 
 class Updates:
@@ -71,11 +75,13 @@ class Updates:
         known = zip(self.samples.tokens, self.samples.advantages, self.samples.old_logprobs, strict=True)
         self.columns = [
             {
-                "tokens": tokens, "trained": [0] * verl.PROMPT + [1] * (len(tokens) - verl.PROMPT), "advantages": advantage,
+                "tokens": tokens,
+                "trained": [0] * verl.PROMPT + [1] * (len(tokens) - verl.PROMPT),
+                "advantages": advantage,
                 "old_logprobs": torch.cat([torch.zeros(verl.PROMPT), old]),
             }
             for tokens, advantage, old in known
-        ]  # fmt: skip
+        ]
 
     def whole(self, recomputed: int, budget: int = SIZE.budget) -> float:
         """Update by whole microbatches; return the loss. Raises what the framework raises for too small a budget."""

@@ -49,9 +49,12 @@ class Replay:
         numbered = [(batch | {"index": i} for i, batch in enumerate(self.loop.batches())) for _ in self.models]
         with torch.set_grad_enabled(not forward_only):
             _, gradients = self.loop.run(
-                schedule, forward_step_func=self.forward_step, data_iterator=numbered, model=self.models,
+                schedule,
+                forward_step_func=self.forward_step,
+                data_iterator=numbered,
+                model=self.models,
                 forward_only=forward_only,
-            )  # fmt: skip
+            )
         for model in self.models:
             for router in self.routers(model):
                 router.clear_indices()

@@ -79,9 +79,14 @@ def names(training: DataParallel) -> list[str]:
 
 
 def replayed(
-    replicas: int = 1, stages: int | None = None, plans: Mapping[str, Any] | None = None, all_layers: bool = False,
-    written: Path | None = None, read: Path | None = None, **settings: Any,
-) -> dict[str, Any]:  # fmt: skip
+    replicas: int = 1,
+    stages: int | None = None,
+    plans: Mapping[str, Any] | None = None,
+    all_layers: bool = False,
+    written: Path | None = None,
+    read: Path | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
     """Return how far slices that replay routes are from whole samples that do, by Megatron's schedule and replay.
 
     Args:
@@ -122,11 +127,17 @@ def replayed(
     evaluated = schedule(model=training.chunks, samples=samples, forward_only=True)
     schedule.close()
     return {
-        "worst": apart(gradients, expected), "biases": apart(found, of_experts), "num_biases": len(of_experts),
-        "chosen": apart(chosen, expected), "losses": [one.means["next token"] * one.divisor for one in (report, evaluated)],
-        "expected": loss, "replica": parallel_state.get_data_parallel_rank(), "chunks": report.num_chunks,
-        "layers": len(layers), "again": calls[0] - len(hooks) * report.num_chunks,
-    }  # fmt: skip
+        "worst": apart(gradients, expected),
+        "biases": apart(found, of_experts),
+        "num_biases": len(of_experts),
+        "chosen": apart(chosen, expected),
+        "losses": [one.means["next token"] * one.divisor for one in (report, evaluated)],
+        "expected": loss,
+        "replica": parallel_state.get_data_parallel_rank(),
+        "chunks": report.num_chunks,
+        "layers": len(layers),
+        "again": calls[0] - len(hooks) * report.num_chunks,
+    }
 
 
 def _count(calls: list[int], *_: Any) -> None:

@@ -76,12 +76,17 @@ def values(replicas: int = 1, tensor_parallel: int = 1, stages: int | None = Non
     afterwards, _ = training.whole()
     found = report.values[parallel_state.get_data_parallel_rank() :: replicas]
     return {
-        "worst": apart(gradients, expected), "afterwards": apart(afterwards, expected), "loss": report.means["value loss"],
-        "expected": [float(one["loss"]) for one in results], "lengths": [len(one) for one in report.values],
+        "worst": apart(gradients, expected),
+        "afterwards": apart(afterwards, expected),
+        "loss": report.means["value loss"],
+        "expected": [float(one["loss"]) for one in results],
+        "lengths": [len(one) for one in report.values],
         "values": [float((torch.from_numpy(a) - b["values"]).abs().max()) for a, b in zip(found, results, strict=False)],
         "evaluated": max(float(abs(a - b).max()) for a, b in zip(report.values, evaluated.values, strict=True)),
-        "logprobs": len(report.logprobs), "divisor": report.divisor, "chunks": report.num_chunks,
-    }  # fmt: skip
+        "logprobs": len(report.logprobs),
+        "divisor": report.divisor,
+        "chunks": report.num_chunks,
+    }
 
 
 def whole_teacher_step(data: Any, model: Any) -> tuple[Tensor, Any]:
@@ -112,9 +117,11 @@ def distillation() -> dict[str, Any]:
     loss = Distillation(3, average=Average.SEQUENCE_MEANS, temperature=0.8)
     found, report = training.sliced(megatron_epp.wrap_samples(loss=loss, **SETTINGS, loss_block_tokens=7))
     return {
-        "worst": apart(found, expected), "loss": report.means["distillation"],
-        "expected": [float(one["loss"]) for one in results], "chunks": report.num_chunks,
-    }  # fmt: skip
+        "worst": apart(found, expected),
+        "loss": report.means["distillation"],
+        "expected": [float(one["loss"]) for one in results],
+        "chunks": report.num_chunks,
+    }
 
 
 def divided_head() -> dict[str, Any]:
@@ -140,11 +147,12 @@ def divided_head() -> dict[str, Any]:
     schedule = megatron_epp.wrap_samples(loss=ClippedValue(), **SETTINGS)
     return {
         "said": refusal(lambda: schedule(model=loop.models, samples=made_for_values())),
-        "attribute": head.weight.sequence_parallel, "values": apart([values.detach()], [hidden @ head.weight.detach().t()]),
+        "attribute": head.weight.sequence_parallel,
+        "values": apart([values.detach()], [hidden @ head.weight.detach().t()]),
         "hidden": apart([own.grad], [wanted.chunk(2)[dist.get_rank()]]),
         "weight": apart([head.weight.grad], [(of_values * hidden).sum((0, 1))[None]]),
         "norm": float(head.weight.detach().norm()),
-    }  # fmt: skip
+    }
 
 
 def value_refusals() -> dict[str, str]:

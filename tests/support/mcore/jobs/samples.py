@@ -61,9 +61,14 @@ def whole_step(data: Any, model: Any, per_token: bool) -> tuple[Tensor, Any]:
 
 
 def grpo(
-    replicas: int = 1, tensor_parallel: int = 1, stages: int | None = None, per_token: bool = True, part: str | None = None,
-    plans: Mapping[str, Any] | None = None, **settings: Any,
-) -> dict[str, Any]:  # fmt: skip
+    replicas: int = 1,
+    tensor_parallel: int = 1,
+    stages: int | None = None,
+    per_token: bool = True,
+    part: str | None = None,
+    plans: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
     """Return how far two trainings in slices are from one by Megatron's schedule, and a third by it afterwards. Of the model a
     part of `adapters.freeze` trains, or all. `plans` are more settings of `wrap_samples`.
     """
@@ -93,18 +98,23 @@ def grpo(
     afterwards, _ = training.whole()
     found = reports[0].logprobs[parallel_state.get_data_parallel_rank() :: replicas]
     return {
-        "rank": dist.get_rank(), "worst": max(apart(each, expected) for each in gradients),
-        "afterwards": apart(afterwards, expected), "losses": [report.means["policy loss"] for report in (*reports, evaluated)],
+        "rank": dist.get_rank(),
+        "worst": max(apart(each, expected) for each in gradients),
+        "afterwards": apart(afterwards, expected),
+        "losses": [report.means["policy loss"] for report in (*reports, evaluated)],
         "expected": [float(one["loss"]) for one in results],
         "logprobs": [
             float((torch.from_numpy(ours) - theirs["logprobs"] * sample["trained"][1:]).abs().max())
             for ours, theirs, sample in zip(found, results, training.mine, strict=False)
         ],
         "evaluated": max(float(abs(a - b).max()) for a, b in zip(reports[0].logprobs, evaluated.logprobs, strict=True)),
-        "divisor": reports[0].divisor, "ahead": (left, len(schedule._ahead)), "chunks": reports[0].num_chunks,
-        "splits": sorted(splits), "num_gradients": len(expected),
+        "divisor": reports[0].divisor,
+        "ahead": (left, len(schedule._ahead)),
+        "chunks": reports[0].num_chunks,
+        "splits": sorted(splits),
+        "num_gradients": len(expected),
         "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
-    }  # fmt: skip
+    }
 
 
 def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 import megatron_epp
 from megatron_epp.mcore import entry
-from megatron_epp.mcore.features import logged_router_losses
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchPlan, MicrobatchRun
+from megatron_epp.mcore.releases import logged_router_losses
 from megatron_epp.plan import Op, Recompute
 from megatron_epp.plan.lowering import lower
 from tests.support.mcore.figures import record_figures
@@ -96,9 +96,13 @@ def called(schedule, model):
     MTPLossLoggingHelper.tracker.clear()
     torch.manual_seed(7)
     schedule(
-        forward_step_func=forward_step, data_iterator=batches(LENGTHS), model=model, num_microbatches=len(LENGTHS),
-        seq_length=1, micro_batch_size=1,
-    )  # fmt: skip
+        forward_step_func=forward_step,
+        data_iterator=batches(LENGTHS),
+        model=model,
+        num_microbatches=len(LENGTHS),
+        seq_length=1,
+        micro_batch_size=1,
+    )
     more = {name: value for name, value in MTPLossLoggingHelper.tracker.items() if torch.is_tensor(value)}
     state = {f"buffer {name}": value for name, value in counters.items()}
     state |= {f"router {name}": value for name, value in logged_router_losses().items()}

@@ -176,10 +176,18 @@ def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, 
     kind = MegatronDPOTrainer if has_preferences else MegatronTrainer
     trainer = kind.__new__(kind)  # whose constructor would load weights
     trainer.args = SimpleNamespace(
-        task_type="causal_lm", num_microbatches=MICROBATCHES, seq_length=size.longest, micro_batch_size=1,
-        global_batch_size=MICROBATCHES * replicas, pipeline_model_parallel_size=stages, context_parallel_size=1,
-        padding_free=True, enable_dft_loss=False, enable_channel_loss=False, **OF_PREFERENCES,
-    )  # fmt: skip
+        task_type="causal_lm",
+        num_microbatches=MICROBATCHES,
+        seq_length=size.longest,
+        micro_batch_size=1,
+        global_batch_size=MICROBATCHES * replicas,
+        pipeline_model_parallel_size=stages,
+        context_parallel_size=1,
+        padding_free=True,
+        enable_dft_loss=False,
+        enable_channel_loss=False,
+        **OF_PREFERENCES,
+    )
     trainer.wrapped_models, trainer.optimizer = [model], engine.GradientsKept()
     trainer.opt_param_scheduler = SimpleNamespace(step=lambda increment: None)
     trainer.enable_routing_replay = False
@@ -205,10 +213,12 @@ def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, 
 
     def columns(lengths: list[int], tokens: Tensor) -> dict[str, Any]:
         return {
-            "input_ids": tokens, "labels": tokens.masked_fill(positions(lengths) < engine.PROMPT, -100),
-            "loss_scale": torch.linspace(0.5, 1.5, tokens.shape[1])[None], "position_ids": positions(lengths),
+            "input_ids": tokens,
+            "labels": tokens.masked_fill(positions(lengths) < engine.PROMPT, -100),
+            "loss_scale": torch.linspace(0.5, 1.5, tokens.shape[1])[None],
+            "position_ids": positions(lengths),
             "seq_lens": lengths,
-        }  # fmt: skip
+        }
 
     batches = [[columns(*one) for one in batch] for batch in packed(size, replica, replicas)]
     return compared(Trainer(step, [model], ran), batches)
@@ -257,11 +267,16 @@ def bridge(stages: int, expert_parallel: int = 1, has_adapters: bool = False) ->
     init_num_microbatches_calculator(dist.get_rank(), None, everything, 1, replicas)
     state = GlobalState()
     state.cfg = SimpleNamespace(
-        train=config.TrainingConfig(micro_batch_size=1, global_batch_size=everything), optimizer=config.OptimizerConfig(),
-        ddp=SimpleNamespace(overlap_param_gather=False), model=SimpleNamespace(seq_length=size.longest),
-        dataset=SimpleNamespace(dataloader_type="external", enable_in_batch_packing=True), dist=config.DistributedInitConfig(),
-        rerun_state_machine=config.RerunStateMachineConfig(), logger=config.LoggerConfig(), data_parallel_size=replicas,
-    )  # fmt: skip
+        train=config.TrainingConfig(micro_batch_size=1, global_batch_size=everything),
+        optimizer=config.OptimizerConfig(),
+        ddp=SimpleNamespace(overlap_param_gather=False),
+        model=SimpleNamespace(seq_length=size.longest),
+        dataset=SimpleNamespace(dataloader_type="external", enable_in_batch_packing=True),
+        dist=config.DistributedInitConfig(),
+        rerun_state_machine=config.RerunStateMachineConfig(),
+        logger=config.LoggerConfig(),
+        data_parallel_size=replicas,
+    )
     init_rerun_state(state.cfg.rerun_state_machine)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     messages = P2PCommunicator(pp_group=groups.pp, config=model.config)
@@ -280,10 +295,16 @@ def bridge(stages: int, expert_parallel: int = 1, has_adapters: bool = False) ->
     def columns(lengths: list[int], tokens: Tensor) -> dict[str, Any]:
         ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
         return {
-            "tokens": tokens, "labels": tokens.roll(-1, dims=-1), "loss_mask": (positions(lengths) >= engine.PROMPT).float(),
-            "attention_mask": None, "position_ids": positions(lengths), "cu_seqlens_q": ends[None], "cu_seqlens_kv": ends[None],
-            "max_seqlen_q": torch.tensor(max(lengths)), "max_seqlen_kv": torch.tensor(max(lengths)),
-        }  # fmt: skip
+            "tokens": tokens,
+            "labels": tokens.roll(-1, dims=-1),
+            "loss_mask": (positions(lengths) >= engine.PROMPT).float(),
+            "attention_mask": None,
+            "position_ids": positions(lengths),
+            "cu_seqlens_q": ends[None],
+            "cu_seqlens_kv": ends[None],
+            "max_seqlen_q": torch.tensor(max(lengths)),
+            "max_seqlen_kv": torch.tensor(max(lengths)),
+        }
 
     batches = [[columns(*one) for one in batch] for batch in packed(size, replica, replicas)]
     return compared(Trainer(step, [model], ran), batches)

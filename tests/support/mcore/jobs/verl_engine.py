@@ -71,9 +71,13 @@ def step(engine: Any, samples: Any, size: Any, loss: Any, replicas: int, order: 
     told = told or {"loss": [], "model_output": {}}
     logprobs = told["model_output"]["log_probs"].unbind() if told["model_output"] else []
     return {
-        "gradients": gradients, "old": list(found), "logprobs": [one.detach() for one in logprobs], "losses": told["loss"],
-        "order": list(order), "forward order": forward_order,
-    }  # fmt: skip
+        "gradients": gradients,
+        "old": list(found),
+        "logprobs": [one.detach() for one in logprobs],
+        "losses": told["loss"],
+        "order": list(order),
+        "forward order": forward_order,
+    }
 
 
 def compare(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
@@ -82,10 +86,12 @@ def compare(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
         return max((float((ours - theirs).abs().max()) for ours, theirs in pairs), default=0.0)
 
     return {
-        "gradients": apart(planned["gradients"], stock["gradients"]), "logprobs": difference("logprobs"),
-        "old": difference("old"), "samples": len(planned["logprobs"]),
+        "gradients": apart(planned["gradients"], stock["gradients"]),
+        "logprobs": difference("logprobs"),
+        "old": difference("old"),
+        "samples": len(planned["logprobs"]),
         **{name: (planned[name], stock[name]) for name in ("losses", "order", "forward order")},
-    }  # fmt: skip
+    }
 
 
 def noted(engine: Any) -> list[int]:
