@@ -394,7 +394,7 @@ def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
 
 def of_core_alone(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     """Compare with some release's `megatron.core` on the path, and nothing of `megatron.training`. Prints the release."""
-    from megatron_epp.mcore import cpu, entry, features
+    from megatron_epp.mcore import cpu, entry, releases
     from megatron_epp.mcore.patches import patching
 
     def prepare() -> None:
@@ -405,7 +405,7 @@ def of_core_alone(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
 
     sys.modules["megatron.training"] = None  # type: ignore[assignment] # another release's may be installed
     entry.prepare = prepare
-    print(f"megatron-core {features.installed_version()}")
+    print(f"megatron-core {releases.installed_version()}")
     found = compared(stages, lengths)
     dist.destroy_process_group()  # or threads of gloo may end the process while it exits
     return found
