@@ -90,7 +90,7 @@ FEATURES = (
     ),
     Feature(
         "vocabulary shards",
-        "efficiency 0.895 -> 0.949: python -m scripts.bench.layouts",
+        "471.6 -> 436.5 ms: megatron-epp plan --lengths 9000,4000,2000 --stages 4, with --vocab-parallel off and on",
         wanted=lambda asked: getattr(asked.args, "epp_vocab_parallel", "off") == "on",
         adopt=f"{_HERE}vocabulary.vocabulary_shard:divide_output_layer",
         head=f"{_HERE}vocabulary.rank_vocabulary:end_without_head",

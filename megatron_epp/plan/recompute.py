@@ -48,7 +48,7 @@ MODES = {
 """Recompute modes by name, most recompute first, and modes that repeat core attention before all others. A stage's first layers
 use the first mode. Costs say which of them can be used (`PipelineCosts.recompute_modes`).
 
-A new mode is a row here, its costs by formula, and a way to run its parts again in `mcore.model.layer_recompute`.
+CONTRIBUTING.md says what follows a new row.
 """
 
 FULL = "full"

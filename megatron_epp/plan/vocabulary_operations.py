@@ -38,6 +38,7 @@ register(
         needs=(Need(Op.F, At.LAST, carries=SPREAD),),
         inserted="megatron_epp.features.vocabulary.vocabulary_order:with_shards",
         rows=_rows(Op.S),
+        setting="vocab_parallel",
     )
 )
 register(
@@ -51,6 +52,7 @@ register(
         needs=(Need(Op.S, At.EVERY, carries=GATHER),),
         before=(Before(Op.B, Need(Op.N, At.LAST, only=At.LAST)),),
         rows=_rows(Op.N),
+        setting="vocab_parallel",
     )
 )
 register(
@@ -64,5 +66,6 @@ register(
         sites=of_ranks,
         needs=(Need(Op.S, At.EVERY, carries=GATHER),),
         rows=_rows(Op.T),
+        setting="vocab_parallel",
     )
 )

@@ -138,7 +138,8 @@ def test_the_table_of_plans_has_every_case_and_order():
     (makespans,) = re.findall(r"(?m)(?:^\|.*\n)+", planned)
     cases = [f"{case.name}, {case.cap_gib} GiB" for case in CASES]
     assert makespans.splitlines()[0] == "| " + " | ".join(["schedule", *cases]) + " |"
-    assert sorted(re.findall(r"(?m)^\| `(.+?)` \|", makespans)) == sorted(ORDERS)
+    rows = sorted(re.findall(r"(?m)^\| `(.+?)` \|", makespans))
+    assert rows == sorted(ORDERS), "python -m scripts.bench.orders --only NAME --json FILE has the figures of an order's row"
 
 
 ONCE_FASTER = [

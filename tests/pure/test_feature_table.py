@@ -2,6 +2,7 @@
 
 import ast
 import re
+from importlib.util import find_spec
 
 import pytest
 
@@ -24,6 +25,8 @@ def test_every_folder_has_a_row_and_every_row_says_what_it_gains():
     assert folders == {target.split(".")[2] for _, target in TARGETS if "contrib" not in target}
     for feature in FEATURES:
         assert re.search(r"\d|models", feature.gain), f"{feature.name}: no figure, no feature"
+        for module in re.findall(r"python -m ([\w.]+)", feature.gain):
+            assert find_spec(module), f"{feature.name}: its figure is of {module}, which does not exist"
 
 
 def test_the_walk_through_an_iteration_names_what_exists():

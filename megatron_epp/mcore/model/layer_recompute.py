@@ -34,10 +34,10 @@ from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discard
 def recompute_by_mode(layers: Iterable[torch.nn.Module]) -> None:
     """Make a stage's layers, if they do not yet, recompute by `Recompute.mode` of the chunk that they run.
 
-    Raises `EppError` if a mode runs the projections of attention again, but not the rest of the layer.
+    Raises `EppError` if a mode runs other parts again than a layer can: all, all but core attention, or MLP and norms.
     """
     for mode in MODES.values():
-        if PROJECTIONS in mode.runs_again and not {NORMS, MLP} <= mode.runs_again:
+        if mode.runs_again - {CORE_ATTENTION} not in ({NORMS, PROJECTIONS, MLP}, {NORMS, MLP}):
             raise EppError(f"recompute mode {mode.name}: layers cannot run only {', '.join(sorted(mode.runs_again))} again")
     for number, layer in enumerate(layers):
         if not getattr(layer, "recomputes_by_mode", False):

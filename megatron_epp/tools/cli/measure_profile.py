@@ -15,6 +15,7 @@ from megatron_epp.cost.line_fits import Point, fit_line
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.launch.machine import cpu_name, version_of
 from megatron_epp.mcore.arguments.flag import WHOLE
+from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.recompute import MLP, MODES, PROJECTIONS
 from megatron_epp.plan.writing import write_text
 from megatron_epp.tools.cli.planning_flags import add_model, flags_of, of_model
@@ -85,6 +86,8 @@ def _timed(part: ModelPart, share: float, exchange: LinearTime, lines: Mapping[s
 def _again(mode: str, shape: ModelShape, rates: Rates, linear: LinearTime, attention: LinearTime) -> LinearTime:
     """Time of what a recompute mode runs again, given measured times of a layer without core attention, and of that."""
     parts = MODES[mode].runs_again
+    if not parts & {PROJECTIONS, MLP}:
+        raise EppError(f"recompute mode {mode} runs nothing again that is measured: give its time here")
     parameters = {PROJECTIONS: shape.attention_parameters, MLP: shape.mlp_parameters_per_token}
     exchanged = {PROJECTIONS: shape.attention_exchanges, MLP: shape.mlp_exchanges}
     line = linear.scaled(sum(parameters[part] for part in parameters if part in parts) / shape.parameters_per_token)
