@@ -282,10 +282,10 @@ class _Chat:
         if number in (0, count):
             return len(ids) if number else 0
         if not self._goes_on(number, count):
-            of_first, roles = f"{number} of {len(self.messages)} messages", ", ".join(self.encoder.roles)
-            why = f"its text of the first {of_first} is not the beginning of its text of the first {count}"
-            so = f"so messages of {roles} cannot be told from others; train on the assistant alone"
-            raise EppError(f"the chat template is not incremental: {why}, {so}")
+            why = f"the chat template is not incremental: its text of the first {number} of {len(self.messages)}"
+            what = f"messages is not the beginning of its text of the first {count}"
+            so = f"so messages of {', '.join(self.encoder.roles)} cannot be told from others; train on the assistant alone"
+            raise EppError(f"{why} {what}, {so}")
         return _num_common(self._up_to(number), ids)
 
     def _goes_on(self, number: int, count: int) -> bool:

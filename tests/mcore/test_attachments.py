@@ -36,14 +36,14 @@ GPT = {
 }
 """By module, what is attached. All that is not in `REFUSED` acts."""
 REFUSED = {
-    "rotary_pos_emb: forward pre-hook": "module.rotary_pos_emb (RotaryEmbedding) has a forward pre-hook attached.<locals>",
+    "rotary_pos_emb: forward pre-hook": "module.rotary_pos_emb (RotaryEmbedding) has a forward pre-hook <lambda>.<locals>",
     "rotary_pos_emb: forward": "module.rotary_pos_emb (RotaryEmbedding) has another forward than plans need there",
     f"{LAYER}: forward": f"module.{LAYER} (TransformerLayer) has another forward than",
     f"{LAYER}.input_layernorm: forward": f"module.{LAYER}.input_layernorm (LayerNorm) has another forward than",
     f"{CORE}: forward": "core_attention (DotProductAttention) has another forward than",
     "output_layer: forward": "the model has got its own output_layer.forward",
 }
-BY_BLOCKS = "has a forward hook attached.<locals>.<lambda>, which is of logits, and plans compute the loss by blocks"
+BY_BLOCKS = "has a forward hook <lambda>.<locals>.<lambda>, which is of logits, and plans compute the loss by blocks"
 MODES = [
     (None, GPT),
     ("mlp", {path: GPT[path] for path in (LAYER, f"{LAYER}.mlp")}),  # all others run as if nothing recomputed
@@ -90,7 +90,7 @@ def check(found, cases, refused):
 @pytest.mark.parametrize(
     ("cases", "said"),
     [
-        ({"": "forward hook"}, "module (Outer) has a forward hook attached.<locals>.<lambda>, which plans would not call"),
+        ({"": "forward hook"}, "module (Outer) has a forward hook <lambda>.<locals>.<lambda>, which plans would not call"),
         ({CORE: "forward hook", "rotary_pos_emb": "a class of its own", "output_layer": "forward hook"}, ""),
         ({"rotary_pos_emb": "forward", LAYER: "forward", f"{LAYER}.self_attention.linear_qkv": "parametrization"}, ""),
         ({"rotary_pos_emb": "scales by length"}, "embedding Interpolated gives positions other angles in a sequence of"),

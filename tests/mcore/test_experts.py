@@ -28,10 +28,10 @@ def scaled(scaler, **config):
 
 
 def test_router_losses_have_the_scale_of_the_main_loss(scaler):
+    assert scaled(scaler, num_moe_experts=None) is None
     assert scaled(scaler).tolist() == [1.0]
     assert scaled(scaler, grad_scale_func=lambda loss: 512 * loss).tolist() == [512.0]
     assert scaled(scaler, grad_scale_func=lambda loss: 512 * loss, moe_grad_scale_func=lambda: 2.0).tolist() == [2.0]
-    assert scaled(scaler, num_moe_experts=None) is None
 
 
 def test_megatrons_log_gets_the_mean_over_chunks(monkeypatch):

@@ -103,9 +103,8 @@ def test_code_with_another_fingerprint_is_refused_and_nothing_is_applied(library
 
 
 def test_every_patch_of_ours_has_a_reason() -> None:
-    assert all(
-        patch.reason for patch in (*install.patches(), *environment.patches(), *environment.of_every_run(), *cpu.patches())
-    )
+    patches = (*install.patches(), *environment.patches(), *environment.of_every_run(), *cpu.patches())
+    assert all(patch.reason for patch in patches)
 
 
 @pytest.mark.parametrize("target", ["patched_library:nothing", "patched_library:Greeter.nothing", "no_such_module:f"])

@@ -21,6 +21,7 @@ from tests.support.mcore.parity_figures import SMALL_BATCH, Figures
 
 LONG = 20
 """Iterations of most rows of the set `slow`."""
+_LONG: dict[str, Any] = {"iterations": LONG, "batch": BATCH, "is_slow": True}
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 ONE, THREE, SEVEN = (f"--epp-slices {count}" for count in (1, 3, 7))
 AGAIN, MANY = f"{THREE} --epp-recompute 1", f"{SEVEN} --epp-recompute 1"
@@ -148,13 +149,8 @@ OF_ANSWERS = BY_DEFAULT[1], BY_DEFAULT[5], BY_DEFAULT[7]
 """Those whose documents train their ends alone, so that some chunks, and some ranks' parts of chunks, have no trained token."""
 CHOICES = tuple(choices for choices in all_rows() if str(choices) in BY_DEFAULT)
 PAIRS = tuple(choices for choices in covering_rows() if choices not in CHOICES)
-PLACEMENTS = {
-    (1, 1, "looped"): (0,),
-    (2, 1, "looped"): (0, 1),
-    (4, 1, "looped"): (0, 1, 2, 3),
-    (2, 2, "looped"): (0, 1, 0, 1),
-    (2, 2, "v"): (0, 1, 1, 0),
-}
+PLACEMENTS = {(count, 1, "looped"): tuple(range(count)) for count in (1, 2, 4)}
+PLACEMENTS |= {(2, 2, "looped"): (0, 1, 0, 1), (2, 2, "v"): (0, 1, 1, 0)}
 """The rank of every stage, by pipeline size, stages per rank and placement."""
 
 
@@ -401,14 +397,7 @@ def _check_layout(splits: bool, figures: Figures, _: Path) -> None:
 def _layouts() -> list[Row]:
     chosen = _of_layers("chosen", CHOSEN, slow=[*CHOSEN][2:])
     cut = [
-        Row(
-            name=f"uneven layers: {name}, {LONG}",
-            case=own,
-            check=functools.partial(_check_layout, own.cell.split),
-            iterations=LONG,
-            batch=BATCH,
-            is_slow=True,
-        )
+        Row(name=f"uneven layers: {name}, {LONG}", case=own, check=functools.partial(_check_layout, own.cell.split), **_LONG)
         for name, own in LAYOUTS.items()
     ]
     return chosen + cut
@@ -597,14 +586,7 @@ _LONG_LAYERS: dict[str, dict[str, str]] = {
 
 def _long_of_layers() -> list[Row]:
     return [
-        Row(
-            name=f"{kind}: {layout}, {LONG}",
-            case=replace(_LONG_LAYOUTS[layout], both=both),
-            check=_check_slices,
-            iterations=LONG,
-            batch=BATCH,
-            is_slow=True,
-        )
+        Row(name=f"{kind}: {layout}, {LONG}", case=replace(_LONG_LAYOUTS[layout], both=both), check=_check_slices, **_LONG)
         for kind, layouts in _LONG_LAYERS.items()
         for layout, both in layouts.items()
     ]
@@ -668,13 +650,9 @@ MORE_FROZEN = (
 
 
 def _frozen(number: int, part: str, cell: str, plan: str, both: str, is_slow: bool) -> Row:
-    both = f"--spec tests.support.mcore.adapters {part} {both}"
-    return Row(
-        name=f"of the model only a part trains: {part}, {cell}, {number}",
-        case=case(cell, plan, both=both),
-        check=_check_slices,
-        is_slow=is_slow,
-    )
+    name = f"of the model only a part trains: {part}, {cell}, {number}"
+    own = case(cell, plan, both=f"--spec tests.support.mcore.adapters {part} {both}")
+    return Row(name=name, case=own, check=_check_slices, is_slow=is_slow)
 
 
 # ---- learnt costs ----------------------------------------------------------------------------------------------------

@@ -375,10 +375,14 @@ def installed(stages: int, lengths: Sequence[int], name: str) -> dict[str, Any]:
 
 
 def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
-    """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run."""
+    """Replace the times that are learnt: those of such tiny layers are mostly noise, so plans would differ from run to run.
+
+    Weight gradients take none unless told: measured, they can take longer than the whole backward that they are a part of.
+    """
     from megatron_epp.features.learnt_costs import learn_costs
 
-    learn, lines = learn_costs.fitted_costs, {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
+    learn, us_per_token = learn_costs.fitted_costs, {"weight": 0.0, **us_per_token}
+    lines = {name: LinearTime(0.0, value) for name, value in us_per_token.items()}
 
     def fixed(*rest: Any, **named: Any) -> Any:
         costs = learn(*rest, **named)
@@ -390,7 +394,7 @@ def with_fixed_times(us_per_token: Mapping[str, float]) -> None:
 
 def of_core_alone(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
     """Compare with some release's `megatron.core` on the path, and nothing of `megatron.training`. Prints the release."""
-    from megatron_epp.mcore import cpu, entry, features
+    from megatron_epp.mcore import cpu, entry, releases
     from megatron_epp.mcore.patches import patching
 
     def prepare() -> None:
@@ -401,7 +405,7 @@ def of_core_alone(stages: int, lengths: Sequence[int]) -> dict[str, Any]:
 
     sys.modules["megatron.training"] = None  # type: ignore[assignment] # another release's may be installed
     entry.prepare = prepare
-    print(f"megatron-core {features.installed_version()}")
+    print(f"megatron-core {releases.installed_version()}")
     found = compared(stages, lengths)
     dist.destroy_process_group()  # or threads of gloo may end the process while it exits
     return found

@@ -48,13 +48,8 @@ class Replay:
         self.recorded = []
         numbered = [(batch | {"index": i} for i, batch in enumerate(self.loop.batches())) for _ in self.models]
         with torch.set_grad_enabled(not forward_only):
-            _, gradients = self.loop.run(
-                schedule,
-                forward_step_func=self.forward_step,
-                data_iterator=numbered,
-                model=self.models,
-                forward_only=forward_only,
-            )
+            changes = {"forward_step_func": self.forward_step, "data_iterator": numbered, "model": self.models}
+            _, gradients = self.loop.run(schedule, forward_only=forward_only, **changes)
         for model in self.models:
             for router in self.routers(model):
                 router.clear_indices()

@@ -95,14 +95,8 @@ def called(schedule, model):
         sums.zero_()
     MTPLossLoggingHelper.tracker.clear()
     torch.manual_seed(7)
-    schedule(
-        forward_step_func=forward_step,
-        data_iterator=batches(LENGTHS),
-        model=model,
-        num_microbatches=len(LENGTHS),
-        seq_length=1,
-        micro_batch_size=1,
-    )
+    sizes = {"num_microbatches": len(LENGTHS), "seq_length": 1, "micro_batch_size": 1}
+    schedule(forward_step_func=forward_step, data_iterator=batches(LENGTHS), model=model, **sizes)
     more = {name: value for name, value in MTPLossLoggingHelper.tracker.items() if torch.is_tensor(value)}
     state = {f"buffer {name}": value for name, value in counters.items()}
     state |= {f"router {name}": value for name, value in logged_router_losses().items()}
