@@ -4,7 +4,6 @@ After a change that is meant, write them anew with ``MEGATRON_EPP_WRITE_GOLDEN=1
 read the difference.
 """
 
-import os
 import shlex
 import sys
 from dataclasses import replace
@@ -14,9 +13,9 @@ import pytest
 
 from megatron_epp.plan.serialize import to_json
 from megatron_epp.tools.cli import terminal
+from tests.support.golden import assert_as_written
 from tests.support.plan.bad_files import PLAN, SOUND, exit_code, signed
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 MODEL = "--stages 2 --layers 4 --hidden 128 --ffn 512 --heads 4 --kv-heads 2 --vocab 512 --rates cpu"
 BATCH = f"--lengths 4096,300,200,100 {MODEL} --slices 4"
 TINY = "--model tiny-gpt --cluster this-machine --stages 2"
@@ -87,8 +86,5 @@ def test_commands_print_what_is_written(name: str, folder: Path, capsys: pytest.
         out, err = capsys.readouterr()
         text += f"$ {command}\n{out}{err}" + (f"exit code {code}\n" if code else "")
     assert all(line.isprintable() for line in text.split("\n"))
-    path = GOLDEN / f"cli_{name}.txt"
-    if os.environ.get("MEGATRON_EPP_WRITE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text()
+    assert_as_written(f"cli_{name}", text)
     assert not (folder / "absent.json").exists()  # the plan that does not fit

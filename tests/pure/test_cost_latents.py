@@ -32,11 +32,12 @@ LENGTHS = (TOKENS, 9000, 4000)
 SLICES = tuple(Chunk((Segment(0, start, end),)) for start, end in pairwise(range(0, TOKENS + 1, TOKENS // 16)))
 
 
+DEEPSEEK = load_flags("deepseek-v3") | {"num_layers": 16, "mtp_num_layers": None, "seq_length": TOKENS, "bf16": True}
+"""DeepSeek-V3 without multi-token prediction, of four layers on a stage if there are four stages."""
+
+
 def deepseek(**flags: object) -> ModelShape:
-    """DeepSeek-V3 without multi-token prediction, of four layers on a stage if there are four stages."""
-    return shape_of(
-        load_flags("deepseek-v3") | {"num_layers": 16, "mtp_num_layers": None, "seq_length": TOKENS, "bf16": True} | flags
-    )
+    return shape_of(DEEPSEEK | flags)
 
 
 def profile(latents: bool, **flags: object) -> Profile:
@@ -48,11 +49,9 @@ def costs(latents: bool, **flags: object) -> PipelineCosts:
 
 
 def test_a_long_sequence_of_a_stage_holds_a_gibibyte_of_latents_where_it_held_eighty_of_keys_and_values() -> None:
-    work = work_of(SLICES, (TOKENS,))
-    held = [
-        costs(latents).cache_bytes(1, work)[0] / (1 + costs(latents).fragmentation_share) / 2**30 for latents in (True, False)
-    ]
-    assert held == pytest.approx([1.125, 80.0])
+    for latents, held_gib in ((True, 1.125), (False, 80.0)):
+        of_stage, share = costs(latents).cache_bytes(1, work_of(SLICES, (TOKENS,))), costs(latents).fragmentation_share
+        assert of_stage[0] / (1 + share) / 2**30 == pytest.approx(held_gib)
 
 
 @pytest.mark.parametrize(("tensor", "context"), [(1, 1), (8, 1), (1, 8), (4, 2)])
@@ -148,8 +147,7 @@ def test_the_faster_plan_decides_and_latents_where_nothing_else_fits(cap_gib: in
     problem = Problem(lengths=LENGTHS, placement=(0, 1, 2, 3), cap_bytes=(cap_gib << 30,) * 4, token_multiple=8)
     flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     found = choose_latents(lambda choice: LatentsTrial([problem], costs(choice == "on", **flags), Options()))
-    assert found.relays_latents == relays_latents
-    assert ("alone" in str(found)) == (cap_gib == 40)
+    assert (found.relays_latents, "alone" in str(found)) == (relays_latents, cap_gib == 40)
 
 
 MILLION, PART = 1 << 20, 1 << 16
@@ -169,9 +167,7 @@ def test_a_million_tokens_of_an_8b_model_make_five_gibibytes_at_a_time_and_not_f
     bounded = LLAMA.stages[0].layers.prefix_bytes(WORK)
     assert bounded[0] == 0
     one_head = 10 * KEY // 8 * MILLION  # as it is, for each of four query heads in fp32, and its keys and values copied
-    assert bounded.max() == bounded[-1] == one_head - MOST_TRANSIENT_BYTES, (
-        "what the chunk's own tokens take counts with its gradients"
-    )
+    assert bounded.max() == bounded[-1] == one_head - MOST_TRANSIENT_BYTES, "own tokens' bytes count with its gradients"
     monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", 1 << 40)
     unbounded = LLAMA.stages[0].layers.prefix_bytes(WORK)
     own = 9 * KEY * PART
@@ -190,11 +186,8 @@ def test_whole_sequences_and_first_slices_have_no_prefix():
 
 def test_a_layer_holds_it_beside_the_sums_of_the_last_slice():
     stage = with_kv(gradient_bytes_per_token=2.0 * KEY).changed(LAYER, attended_bytes_per_token=None)
-    costs = replace(LLAMA, stages=(stage,))
-    found, bare = (
-        c.layer_peak_bytes(0, WORK)
-        for c in (costs, replace(costs, stages=(stage.changed(LAYER, working_bytes_per_token=0.0),)))
-    )
+    stages = stage, stage.changed(LAYER, working_bytes_per_token=0.0)
+    found, bare = (replace(LLAMA, stages=(one,)).layer_peak_bytes(0, WORK) for one in stages)
     np.testing.assert_array_equal(found.num_bytes - bare.num_bytes, found.prefix)
     np.testing.assert_array_equal(found.prefix, np.ceil(stage.layers.prefix_bytes(WORK)))
     assert found.prefix[-1] == found.prefix.max()

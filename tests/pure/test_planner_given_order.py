@@ -80,14 +80,11 @@ def peaks_with_all_recomputed(chunks: tuple[Chunk, ...], problem: Problem) -> Se
 def test_stages_recompute_only_as_much_as_their_own_ranks_cap_asks_for() -> None:
     chunks, problem = next(case for case in CASES if len(case[1].placement) == 4 and len(case[0]) == 12)
     free = planned(chunks, problem, plain=True).predicted.peak_bytes
-    least = peaks_with_all_recomputed(chunks, problem)
-    caps = ((free[0] + least[0]) // 2, *(2 * peak for peak in free[1:]))
-    plan = planned(chunks, replace(problem, cap_bytes=caps), plain=True)
-    layers = [row[0].num_layers for row in plan.recompute]
+    caps = ((free[0] + peaks_with_all_recomputed(chunks, problem)[0]) // 2, *(2 * peak for peak in free[1:]))
+    layers = [row[0].num_layers for row in planned(chunks, replace(problem, cap_bytes=caps), plain=True).recompute]
     assert 0 < layers[0] <= LAYERS
     assert layers[1:] == [0, 0, 0]
-    fewer = planned(chunks, problem, layers[0] - 1, plain=True)
-    assert fewer.predicted.peak_bytes[0] > caps[0]
+    assert planned(chunks, problem, layers[0] - 1, plain=True).predicted.peak_bytes[0] > caps[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1].placement} {len(case[0])}")
@@ -113,8 +110,7 @@ def test_a_plan_runs_other_microbatches_that_are_no_larger_in_its_order() -> Non
     other = ((16, 8), (30,), (16,), (390, 10))
     planned = plan_microbatches(MICROBATCHES, TWO_RANKS, TWO_STAGES, Options())
     plan, order = planned.of(other)
-    assert order == planned.order
-    assert plan.ranks == planned.plan.ranks
+    assert (order, plan.ranks) == (planned.order, planned.plan.ranks)
     assert [fault for fault in check(plan) if "predicted" not in str(fault)] == []
     assert [tuple(plan.lengths[segment.sequence] for segment in chunk.segments) for chunk in plan.chunks] == [
         other[index] for index in order
@@ -123,8 +119,7 @@ def test_a_plan_runs_other_microbatches_that_are_no_larger_in_its_order() -> Non
 
 def test_each_microbatch_is_a_chunk_of_whole_sequences_in_any_order() -> None:
     plan, order = plan_microbatches(MICROBATCHES, TWO_RANKS, TWO_STAGES, Options())
-    assert check(plan) == []
-    assert sorted(order) == [0, 1, 2, 3]
+    assert (check(plan), sorted(order)) == ([], [0, 1, 2, 3])
     assert {index: plan.chunks[c].segments for c, index in enumerate(order)} == {
         0: (Segment(0, 0, 16), Segment(1, 0, 8)),
         1: (Segment(2, 0, 32),),
@@ -206,8 +201,7 @@ def test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_nam
     for more in (0, GIB, 8 * GIB):
         asked = replace(BATCH, cap_bytes=(cap + more,) * 3)
         made = fitted(order, chunks, asked, COSTS, options)
-        assert made.order == order
-        assert check(build_plan(asked, COSTS, options, made)) == []
+        assert (made.order, check(build_plan(asked, COSTS, options, made))) == (order, [])
     with pytest.raises(InfeasibleError):
         fitted(order, chunks, replace(BATCH, cap_bytes=(cap - 1,) * 3), COSTS, options)
 
