@@ -1,6 +1,8 @@
 """Features: what a run can do besides slices. The core knows this table, and imports no feature.
 
-A rank imports the functions that a feature's row in `FEATURES` names if the run wants it.
+A rank imports the functions that a feature's row in `FEATURES` names if the run wants it. Flags, costs, layouts and operations
+are the core's, also where one feature alone needs them: the planner's part of vocabulary shards is in the rows of
+`plan.vocabulary_operations`.
 """
 
 from __future__ import annotations
