@@ -171,7 +171,7 @@ def test_a_pair_that_is_given_for_text_is_recognized(tmp_path):
 @pytest.mark.parametrize("model", ["/no/where", "{folder}/tokeniser"])
 def test_a_tokenizer_folder_that_is_not_there_is_named_before_anything_is_looked_for(tmp_path, monkeypatch, model):
     (tmp_path / "tokenizer").mkdir()
-    monkeypatch.setattr(encoders.features, "tokenizer_settings", lambda options: pytest.fail("it was looked for"))
+    monkeypatch.setattr(encoders.releases, "tokenizer_settings", lambda options: pytest.fail("it was looked for"))
     name = model.format(folder=tmp_path)
     with pytest.raises(EppError, match=f"--tokenizer-model: there is no folder {name}") as error:
         encoders.megatron_encoder({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": name}, "")

@@ -63,6 +63,9 @@ def test_a_rank_that_fails_tells_why_unless_all_fail_alike(ours: Run, monkeypatc
     with pytest.raises(OSError, match="no such file"), ours.telling_others(unless=EppError):
         raise OSError("no such file")
     assert other.cause() == "rank 1 ends, since rank 0 failed: OSError: no such file"
+
+
+def test_ranks_are_told_of_a_disagreement_that_only_some_have_seen(ours: Run) -> None:
     with pytest.raises(DisagreementError), ours.telling_others(unless=EppError):
         raise DisagreementError("replicas divide a batch differently")
     assert "replicas divide a batch differently" in FailureBoard(ours.failures._store, 1, 2).cause()

@@ -215,7 +215,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(losses, "get_rerun_state_machine", lambda: machine)
-    monkeypatch.setattr(losses.features, "checks_losses", lambda: True)
+    monkeypatch.setattr(losses.releases, "checks_losses", lambda: True)
     return machine
 
 
@@ -231,7 +231,7 @@ def test_a_loss_that_is_nan_or_infinite_ends_the_run(machine: Machine) -> None:
 
 
 def test_without_the_check_the_host_does_not_wait_for_the_loss(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    monkeypatch.setattr(losses.features, "checks_losses", lambda: False)
+    monkeypatch.setattr(losses.releases, "checks_losses", lambda: False)
     losses.check_loss(torch.tensor(float("nan")), "this microbatch")
     assert machine.asked == []
 

@@ -89,7 +89,7 @@ REFUSED = [
     (f"{STAGES} 9,8,8,6", "--layout", "'9,8,8,6'", "4 stages and 31 layers"),
     (f"{STAGES} 8,8,8,7", "4 whole numbers", "--stages", "add up to 32 (--layers)"),
     (f"{STAGES} some --stages 4", "add up to 32"),
-    (f"{FLAGS} --layout {NINES},1", "2 multiples of 0.5", "--stages"),
+    (f"{FLAGS} --layout {NINES},1", "2 whole numbers", "--stages"),
     (f"{STAGES} absent.json", "--layout", "a layout file"),
     (f"{STAGES} v.json --stages 4", "--layout v.json", "2 pipeline ranks", "--stages is 4", "leave --stages out"),
     (f"{STAGES} v.json --layers 40", "--layout v.json", "7, 8, 9, 8 layers has 32", "40"),

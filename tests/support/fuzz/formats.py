@@ -94,7 +94,7 @@ def sound(kind: str) -> Callable[[], Sequence[bytes]]:
 
 
 def layout() -> bytes:
-    return Layout((3, 5), Placement("looped", 2, 1), shards_vocabulary=True).to_json().encode()
+    return Layout((1, 3), Placement("looped", 2, 1), shards_vocabulary=True).to_json().encode()
 
 
 def index(item_bytes: int = 2) -> bytes:

@@ -27,7 +27,7 @@ ADAM = "--optimizer adam --adam-eps 1e-2 --lr 1e-3"
 WINDOWS = "--window-size 9,0 --window-attn-skip-freq"
 BY_DEFAULT = {
     "slices, some recompute": case("pp2", "--epp-slices 3 --epp-recompute 1"),
-    "weights apart, uneven layers": case("pp2 split", "--epp-slices 3 --epp-layout 3,1", "grouped"),
+    "weights apart, uneven layers": case("pp2 split", "--epp-slices 3 --epp-layout 1,3", "grouped"),
     "tensor and sequence parallel": case(SHARED, "--epp-slices 3", "gpt2"),
     "experts with grouped products": case(EXPERTS, "--epp-slices 3", both=GROUPED, optimizer=OVERLAPPED),
     "latents, offload, weights apart": case("pp2 split", f"{CAPPED} --epp-offload --epp-latents on", both=LATENT),
