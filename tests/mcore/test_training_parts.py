@@ -24,9 +24,9 @@ from megatron_epp.mcore.iteration.report_thread import Reports
 from megatron_epp.mcore.model import layer_recompute, losses, stage
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.stage import Snapshot
-from megatron_epp.plan import NO_RECOMPUTE
+from megatron_epp.plan import NO_RECOMPUTE, EppError
 from megatron_epp.plan.flags import CUDNN, FLASH_2, FLASH_3
-from megatron_epp.plan.recompute import MLP, MODES
+from megatron_epp.plan.recompute import MLP, MODES, NORMS, RecomputeMode
 from megatron_epp.port.run_facts import AttentionSizes
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import flash, transformer_engine
@@ -129,6 +129,12 @@ def test_forwards_of_a_layer_at_the_same_time_recompute_their_own_parts(monkeypa
     for thread in threads:
         thread.join()
     assert again == ["mlp"]
+
+
+def test_a_mode_that_runs_other_parts_again_than_a_layer_can_is_refused(monkeypatch) -> None:
+    monkeypatch.setitem(MODES, "norms", RecomputeMode(name="norms", column=3, runs_again=frozenset({NORMS})))
+    with pytest.raises(EppError, match="recompute mode norms: layers cannot run only norms again"):
+        layer_recompute.recompute_by_mode([])
 
 
 class Wrapped(torch.nn.Module):
