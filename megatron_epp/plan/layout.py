@@ -128,14 +128,13 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
     ends = [round(end) for end in accumulate(counts, initial=0)]
     layers = tuple(end - start for start, end in pairwise(ends))
     if layers != tuple(counts):
-        raise EppError(
-            f"stages begin between layers, not inside them: give whole ones, such as {layers_text(layers).replace(' ', '')}"
-        )
+        raise EppError(f"stages begin between layers, not inside them: give whole ones, such as {layers_text(layers, ',')}")
     return layers
 
 
-def layers_text(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
+def layers_text(layers: Sequence[int], between: str = ", ") -> str:
+    """Format layers of stages; with a comma alone `between` them as a flag takes them (`parse_layers`)."""
+    return between.join(map(str, layers))
 
 
 def runs_text(layers: Sequence[int]) -> str:

@@ -33,7 +33,7 @@ def by_hand(version: int = 2, **changes: Any) -> str:
 
 
 def test_a_file_gives_its_costs_back():
-    """Of two stages of a model, with the vocabulary in shards."""
+    """The file has two stages of a model, with the vocabulary in shards."""
     costs = PipelineCosts.from_json((GOLDEN / "costs_version_2.json").read_text())
     assert costs.vocabulary is not None
     assert PipelineCosts.from_json(costs.to_json()) == costs

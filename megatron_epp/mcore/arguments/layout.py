@@ -153,7 +153,7 @@ def apply_layout(args: argparse.Namespace) -> None:
     if layout.shards_vocabulary and args.epp_vocab_parallel == "off" and args.rank == 0:
         logger.warning("the layout of %s divides the output layer over the ranks: add --epp-vocab-parallel on", args.epp_layout)
     if args.epp_layout not in SEARCHED:
-        args.epp_layout = layers_text(layout.layers).replace(" ", "")
+        args.epp_layout = layers_text(layout.layers, ",")
     args.epp_placement = layout.placement.kind
     args.num_virtual_stages_per_pipeline_rank = None
     if layout.placement.num_stages > 1:
@@ -162,7 +162,7 @@ def apply_layout(args: argparse.Namespace) -> None:
 
 def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
     """Replace ``auto`` or ``balanced`` by the layout that was found."""
-    args.epp_layout, args.epp_placement = layers_text(layout.layers).replace(" ", ""), layout.placement.kind
+    args.epp_layout, args.epp_placement = layers_text(layout.layers, ","), layout.placement.kind
     apply_layout(args)
 
 

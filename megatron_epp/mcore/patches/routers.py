@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_epp.mcore.model.replayed_routes import ChunkRoutes
 
 _METHODS = "routing", "apply_z_loss", "_apply_expert_bias", "sinkhorn_load_balancing"
-"""Those of Megatron's `TopKRouter` that are replaced below: others would count the padding of chunks."""
+"""Methods of Megatron's `TopKRouter` that are replaced below: others would count the padding of chunks."""
 
 
 @dataclass(frozen=True, slots=True)

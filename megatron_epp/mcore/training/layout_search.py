@@ -100,7 +100,7 @@ _OF_STAGES = ("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "align
 
 def _validated(flags: argparse.Namespace, layout: Layout) -> argparse.Namespace:
     """Return a run's flags with a layout, as Megatron validates them. Raises `ArgumentError` if they do not go together."""
-    own = {"epp_layout": layers_text(layout.layers).replace(" ", ""), "epp_placement": layout.placement.kind}
+    own = {"epp_layout": layers_text(layout.layers, ","), "epp_placement": layout.placement.kind}
     megatrons = {"pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None}
     trial = argparse.Namespace(**vars(flags) | own | megatrons)
     refuse(trial, Door.DOCUMENTS)

@@ -57,7 +57,7 @@ class Chosen:
         elif (megatron := layout.to_megatron(flags.get("mtp_num_layers") or 0)) is not None:
             own = f"--pipeline-model-parallel-layout '{megatron}'"
         else:
-            own = f"--epp-layout {layers_text(layout.layers).replace(' ', '')}" + in_a_v
+            own = f"--epp-layout {layers_text(layout.layers, ',')}" + in_a_v
         own += " --epp-vocab-parallel on" * layout.shards_vocabulary + " --epp-split-weight-gradient" * args.split_weight
         return [line, f"in training: {own}" + " --epp-loss-block-tokens 0" * (args.loss_block_tokens == 0)]
 

@@ -1,6 +1,6 @@
 """Rates of machines, from which formulas compute costs without measurements; published rates of attention kernels.
 
-Those of kernels are of an H100 SXM5 in bf16 or fp16, from figures 5 and 6 of the FlashAttention-3 paper (Shah et al., arXiv
+Rates of kernels are of an H100 SXM5 in bf16 or fp16, from figures 5 and 6 of the FlashAttention-3 paper (Shah et al., arXiv
 2407.08608v2): 16K tokens in all, heads that make 2,048 channels. Figure 5 has forwards under a causal mask, figure 6 backwards
 without one. Of figure 6 the numbers for heads of 64 and 128 are known here: wider heads have the backward of 128.
 
