@@ -143,7 +143,7 @@ def bare(kind):
 
 
 def test_functions_of_modules_are_replaced_by_the_one_helper():
-    """Functions of a chunk's forward are `OfRows`', which says what it would lose; core attention has its own from the start."""
+    """Functions of a chunk's forward are `OfRows`', which says what it would lose; core attention has its own."""
     trees = [(path.name, ast.parse(path.read_text())) for path in Path(megatron_epp.__file__).parent.rglob("*.py")]
     calls = [node for _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     puts = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "put" and len(call.args) > 2]

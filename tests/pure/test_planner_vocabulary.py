@@ -34,7 +34,7 @@ from megatron_epp.tools.formulas import H100, analytic_profile
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 from megatron_epp.tools.layouts.estimates import Estimates
 from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_SHARE, Sample, choose, fastest
-from megatron_epp.tools.layouts.rank_work import LayerWork, moved
+from megatron_epp.tools.layouts.rank_work import LayerWork, _stages_us, moved
 from megatron_epp.tools.report.gantt import save_gantt
 from tests.support.plan.planner_cases import GIB
 from tests.support.plan.queue_machine import stuck
@@ -240,7 +240,9 @@ def test_no_other_layers_have_a_lower_floor():
         for layers in product(range(10), repeat=3)
         if sum(layers) == 9 and layers[1]  # the first and the last stage may be without layers
     ]
-    assert work.floor_us(work.spread(9, placement)) == pytest.approx(min(map(work.floor_us, every)))
+    layout = work.spread(9, placement)
+    assert work.floor_us(layout) == pytest.approx(min(map(work.floor_us, every)))
+    assert work.ranks_us(layout)[:, 0] == pytest.approx(_stages_us(asked.problems[0], asked.costs_of(layout)))
 
 
 def test_a_move_takes_layers_from_one_rank_to_others():
