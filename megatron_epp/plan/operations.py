@@ -172,6 +172,10 @@ class Operation:
     # For planners, ``module:function`` that inserts it, with those it is `together` with, into an order: from the order, its
     # tables and recompute steps. Empty if orders are made with it.
     inserted: str = ""
+    # The same, from the rows of all added operations: ``room``, and whether a plan trains, to the bytes of each rank set aside
+    # while the order is not known; ``turn`` to the least time by chunk between the last stage's forward and its backward
+    room: str = ""
+    turn: str = ""
     setting: str = ""  # that gives a run its handler; empty for an operation that every run has
     side: Side | None = None  # for a lowered operation that other ranks take part in, the event it is a side of
     # For planners, ``rows(costs, sites, work)``: its times and bytes, or None if these costs have no such action. Without this

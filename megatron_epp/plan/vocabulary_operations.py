@@ -37,6 +37,8 @@ register(
         sites=of_ranks,
         needs=(Need(Op.F, At.LAST, carries=SPREAD),),
         inserted="megatron_epp.features.vocabulary.vocabulary_order:with_shards",
+        room="megatron_epp.features.vocabulary.shard_tables:shard_room",
+        turn="megatron_epp.features.vocabulary.shard_tables:turn_us",
         rows=_rows(Op.S),
         setting="vocab_parallel",
     )

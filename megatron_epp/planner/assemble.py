@@ -71,7 +71,7 @@ def written(problem: Problem, costs: Costs, options: Options, decisions: Decisio
         kv_offload=kv_offload_entries(decisions.chunks, problem, costs, decisions.kv_offload),
         host_cap_bytes=() if is_unlimited(problem.host_cap_bytes) else (problem.host_cap_bytes,) * problem.num_ranks,
         messages=_messages(tables, decisions.order),
-        static_bytes=tuple(map(sub, map(sub, tables.static, tables.message_room), tables.shard_room)),
+        static_bytes=tuple(map(sub, map(sub, tables.static, tables.message_room), tables.added_room)),
         cap_bytes=problem.cap_bytes,
         predicted=Prediction.none(problem.num_ranks),
         extensions=decisions.extensions,

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.cost.work import TimeColumn
-from megatron_epp.plan import Chunk, Op
+from megatron_epp.plan import Chunk
 from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.plan.operations import Presence, of_ranks, operation
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.passes import StagePasses
@@ -38,8 +39,8 @@ def lower_bound_us(
     last chunk goes back, so then the rank's time is the larger of all its work, and of its work without them followed by that
     way back.
 
-    A rank's shard of the vocabulary runs before its last backward, and its weight gradient may run after that. In a
-    forward-only plan shards may run while the last chunk goes on. Memory set aside for shards need not be used.
+    An added operation of every rank, such as a vocabulary shard, runs before the rank's last backward, and its weight gradient
+    may run after that. In a forward-only plan it may run while the last chunk goes on. Memory set aside need not be used.
 
     *A chunk's time.* Every chunk passes all stages forward and back, and on the first its weight gradient follows.
 
@@ -62,16 +63,16 @@ def lower_bound_us(
     forced = _Forced(tables, chunks, options.offload) if problem is not None and trains else None
     first_us, left_us = (ways_us.min(axis=1).tolist() for ways_us in (arrive, leave))
     sums_us = {own: [sum(row.tolist()) for row in (own.forward_us, backward_us[own], own.weight_us)] for own in backward_us}
-    shards = tables.added.get(Op.S)
+    every_rank = [(operation(op), rows.time_us) for op, rows in tables.added.items() if operation(op).sites is of_ranks]
     for rank, stages in enumerate(tables.stages_of):
         start_us, end_us = (min(by_stage_us[stage] for stage in stages) for by_stage_us in (first_us, left_us))
         forward, backward, weight = zip(*(sums_us[passes[stage]] for stage in stages), strict=True)
         busy_us, late_us = sum((*forward, *backward)), sum(weight) if split else 0.0
-        if shards is not None and trains:
-            busy_us += sum(shards.time_us[rank])
-            late_us += sum(tables.added[Op.T].time_us[rank])
-        elif shards is not None:
-            late_us += sum(shards.time_us[rank])
+        for kind, time_us in every_rank:
+            if trains and not kind.gives_gradients:
+                busy_us += sum(time_us[rank])
+            elif trains or kind.presence is Presence.COMPLETE_ALWAYS:
+                late_us += sum(time_us[rank])
         pieces = [] if forced is None or problem is None else forced.pieces(rank, problem.cap_bytes[rank])
         bound = max(bound, _with_copies(start_us + busy_us + max(late_us, end_us), pieces, per_byte))
     return bound
@@ -98,7 +99,7 @@ class _Forced:
         """Return the least recompute of a rank under a cap, as pieces ``(time per byte, bytes)``."""
         stages, tables = self.tables.stages_of[rank], self.tables
         kept_bytes = self.kept_bytes[list(stages)].sum(axis=0)
-        excess = np.add.reduceat(kept_bytes, self.starts) + tables.static[rank] - tables.shard_room[rank] - cap
+        excess = np.add.reduceat(kept_bytes, self.starts) + tables.static[rank] - tables.added_room[rank] - cap
         above = [number for number in np.flatnonzero(excess > 0).tolist() if self.is_one[number]]
         if not above:
             return []

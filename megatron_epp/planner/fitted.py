@@ -19,12 +19,13 @@ from megatron_epp.planner.fit import RecomputeFit, by_stage, fit_recompute, fit_
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.kernels.codes import encode
 from megatron_epp.planner.kernels.live_bytes import leaves_bytes
+from megatron_epp.planner.least import every_order
 from megatron_epp.planner.memory.offload import Copied
 from megatron_epp.planner.mistakes import refuse_mistakes, refuse_table
 from megatron_epp.planner.order import Order, without_weights
 from megatron_epp.planner.orders.completion import with_added
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.result import decisions_of, every_order
+from megatron_epp.planner.result import decisions_of
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.validation import validate
 

@@ -6,7 +6,8 @@ table fits under a cap if and only if it does in that order, and one order of ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise, product
@@ -16,14 +17,16 @@ import numpy as np
 
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import joined_work
-from megatron_epp.plan import Chunk, InfeasibleError, Step
+from megatron_epp.features import plan_targets
+from megatron_epp.plan import Chunk, InfeasibleError, Plan, Step
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
 from megatron_epp.plan.message_slots import message_peaks
 from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.simulation import play
-from megatron_epp.planner.assemble import refuse_without_room, written
+from megatron_epp.planner.assemble import build_plan, refuse_without_room, written
+from megatron_epp.planner.candidates import Candidates
 from megatron_epp.planner.chunk_tables import ChunkTables, whole_by_length
 from megatron_epp.planner.chunks.in_runs import Aligned
 from megatron_epp.planner.decisions import Decisions
@@ -74,6 +77,41 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
     if first is not None and not has_floor and _fit(replicas, first)[2].recompute_steps is not None:
         return True  # as most do, without all other tables
     return any(not floor for floor, _ in _needs(problem, costs, options))
+
+
+def least_or_refuse(
+    problem: Problem, costs: Costs, options: Options, least_host: int, planned: Callable[[Candidates], tuple[Plan, ...]]
+) -> tuple[Plan, ...]:
+    """Plan a batch of which the search found no plan, in the order of `LEAST` unless one by `planned` fits, too.
+
+    Raises `InfeasibleError`, with the host memory that the search found to be enough, if no order fits.
+    """
+    try:
+        proof = proven(problem, costs, replace(options, offload=False))
+    except InfeasibleError as plain:
+        if not options.offload:
+            raise
+        refused = infeasible(problem, costs, options, plain.least_cap_bytes, least_host)
+        raise refused.with_context(after=" That would do without offload; with it less may do.") from None
+    with suppress(InfeasibleError):  # a faster order may fit the same table
+        return planned(every_order(Replicas((proof.problem,), costs, options), proof.decisions.chunks))
+    return (build_plan(proof.problem, costs, options, proof.decisions),)
+
+
+def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
+    """Try all orders of a chunk table of one replica, and copies with the fastest of them."""
+    free = Candidates(replicas.without_caps, chunks=chunks)
+    candidates, first, values = (
+        Candidates(replicas, free),
+        first_recipe(free.problem, free.orders, free.values["cut"][0]),
+        free.values,
+    )
+    for reach, lead in product(values["reach"], values["lead"]):
+        free.of(first._replace(reach=reach, lead=lead))
+        candidates.of(first._replace(reach=reach, lead=lead))
+    for walk_on in plan_targets(candidates.problem, candidates.options, "search"):
+        walk_on(candidates, candidates.best(), free.best())
+    return candidates
 
 
 def proven(problem: Problem, costs: Costs, options: Options) -> MemoryProof:

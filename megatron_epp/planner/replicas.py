@@ -119,17 +119,17 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
         return tuple(tables)
     hops = tuple(np.max(rows, axis=0) for rows in zip(*(own.hops for own in tables), strict=True))
     added = {op: _largest([own.added[op] for own in tables]) for op in tables[0].added}
-    room = tuple(map(max, *(own.shard_room for own in tables)))
+    room = tuple(map(max, *(own.added_room for own in tables)))
     exchanges = tuple(map(max, *(own.exchange_room for own in tables)))
     together = list(zip(*(own.passes for own in tables), strict=True))  # by stage
     slowed = {passes: _slowest(passes) for passes in dict.fromkeys(together)}
     slowest = []
     for number, own in enumerate(tables):
-        more = room, exchanges, map(neg, own.shard_room), map(neg, own.exchange_room)
+        more = room, exchanges, map(neg, own.added_room), map(neg, own.exchange_room)
         static = tuple(map(sum, zip(own.static, *more, strict=True)))
         passes = tuple(slowed[same][number] for same in together)
         as_slow = replace(own, passes=passes, hops=hops, added=added)
-        slowest.append(replace(as_slow, shard_room=room, exchange_room=exchanges, static=static))
+        slowest.append(replace(as_slow, added_room=room, exchange_room=exchanges, static=static))
     return tuple(slowest)
 
 

@@ -1,26 +1,22 @@
-"""Plans from the candidates of a search: local search, messages, and the refusal of what does not fit."""
+"""Plans from the candidates of a search, with room for their messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import product
 
 from megatron_epp.cost.model import Costs
 from megatron_epp.features import plan_targets
-from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError
+from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.proof.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.candidates import Candidate, Candidates
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.infeasible import infeasible
-from megatron_epp.planner.least import may_fit, one_order_decides, proven
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.replicas import Replicas, require_equal, split_together
 from megatron_epp.planner.search import descend, search
-from megatron_epp.planner.settings import first_recipe
 from megatron_epp.planner.validation import validate
 
 ROUNDS, ROUNDS_OF_TABLES = 16, 4
@@ -32,15 +28,14 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, 
     cap that the error names, its messages included.
     """
     replicas = Replicas(tuple(problems), costs, options)
-    one_decides = not replicas.is_lockstep and one_order_decides(problems[0], replace(options, offload=False))
-    if one_decides and not may_fit(problems[0], costs, options):
-        return _least_or_refuse(problems[0], costs, options, 0)
     candidates = search(replicas)
     try:
         return planned(candidates)
     except InfeasibleError as error:
-        if one_decides:
-            return _least_or_refuse(problems[0], costs, options, candidates.least_host_bytes)
+        from megatron_epp.planner import least  # it is all about batches that do not fit
+
+        if not replicas.is_lockstep and least.one_order_decides(problems[0], replace(options, offload=False)):
+            return least.least_or_refuse(problems[0], costs, options, candidates.least_host_bytes, planned)
         if not error.least_cap_bytes or not names_cap:
             raise
         cap = proven_cap(error.least_cap_bytes, lambda tried: planned(search(replicas.with_caps(tried))))
@@ -66,19 +61,6 @@ def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -
     """
     require_equal(problems, costs, options)
     return plan_or_refuse(problems, costs, options)
-
-
-def _least_or_refuse(problem: Problem, costs: Costs, options: Options, least_host: int) -> tuple[Plan, ...]:
-    try:
-        proof = proven(problem, costs, replace(options, offload=False))
-    except InfeasibleError as plain:
-        if not options.offload:
-            raise
-        refused = infeasible(problem, costs, options, plain.least_cap_bytes, least_host)
-        raise refused.with_context(after=" That would do without offload; with it less may do.") from None
-    with suppress(InfeasibleError):  # in a faster order
-        return planned(every_order(Replicas((proof.problem,), costs, options), proof.decisions.chunks))
-    return (build_plan(proof.problem, costs, options, proof.decisions),)
 
 
 def finished(candidates: Candidates) -> Candidate:
@@ -124,22 +106,6 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
             descend(candidates, candidates.set_room(best, error.needed, of_all=number >= ROUNDS_OF_TABLES))
     costs, options = candidates.replicas.costs, candidates.options
     raise infeasible(candidates.problem, costs, options, candidates.least_cap_bytes, candidates.least_host_bytes)
-
-
-def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
-    """Try all orders of a chunk table of one replica, and copies with the fastest of them."""
-    free = Candidates(replicas.without_caps, chunks=chunks)
-    candidates, first, values = (
-        Candidates(replicas, free),
-        first_recipe(free.problem, free.orders, free.values["cut"][0]),
-        free.values,
-    )
-    for reach, lead in product(values["reach"], values["lead"]):
-        free.of(first._replace(reach=reach, lead=lead))
-        candidates.of(first._replace(reach=reach, lead=lead))
-    for walk_on in plan_targets(candidates.problem, candidates.options, "search"):
-        walk_on(candidates, candidates.best(), free.best())
-    return candidates
 
 
 def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:

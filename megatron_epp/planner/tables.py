@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from operator import sub
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import ChunkWork, TimeColumn, joined_work, work_of
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
-from megatron_epp.plan.operations import Collective, MessageKind, OperationRows, Track, operations
+from megatron_epp.plan.operations import Collective, MessageKind, OperationRows, Track, operation, operations
 from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.recompute import FULL_ONLY
 from megatron_epp.planner.kernels.codes import ADDED, KINDS, Kinds
@@ -37,7 +37,7 @@ class Tables:
         static: bytes of each rank held throughout: its static bytes, the working memory of its largest pass, and rooms.
         message_bytes: of each chunk's message.
         message_room: bytes of each rank set aside for messages in flight while the order is not known.
-        shard_room: bytes of each rank set aside for chunks between the shards' `S` and `T`.
+        added_room: bytes of each rank set aside for added operations (`Operation.room`).
         exchange_room: bytes of each rank for the exchange of its largest chunk with experts.
         host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
         host_links: of every rank, the link to the host that it copies over.
@@ -49,7 +49,7 @@ class Tables:
     static: tuple[int, ...]
     message_bytes: tuple[int, ...]
     message_room: tuple[int, ...]
-    shard_room: tuple[int, ...]
+    added_room: tuple[int, ...]
     exchange_room: tuple[int, ...]
     rank_of: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
@@ -101,13 +101,10 @@ class Tables:
 
     @property
     def turn_us(self) -> list[float]:
-        """Least time by chunk between the last stage's forward and its backward: the vocabulary shards' time, if any."""
-        if Op.S not in self.added:
-            return [0.0] * self.num_chunks
-        shards, (loss_us,) = self.added[Op.S], self.added[Op.N].time_us
-        slowest: list[float] = np.max(shards.time_us, axis=0).tolist()
-        moved = map(sum, zip(shards.collective_us[Op.SPREAD], shards.collective_us[Op.GATHER], strict=True))
-        return [sum(parts) for parts in zip(slowest, moved, loss_us, strict=True)]
+        """Least time by chunk between the last stage's forward and its backward, in which added operations run."""
+        turns = (operation(op).turn for op in self.added)
+        times: list[float] = next((resolve_name(turn)(self.added) for turn in turns if turn), [0.0] * self.num_chunks)
+        return times
 
     def host_us(self, num_bytes: int) -> float:
         return self.host_latency_us + self.host_us_per_byte * num_bytes
@@ -169,10 +166,6 @@ def columns_of(tables: Tables, kinds: Kinds) -> PassTable:
     )
 
 
-MOST_OPEN_CHUNKS = 3
-"""Chunks that a rank may have between the `S` and `T` of its vocabulary shard: one runs, one is being reduced, one waits."""
-
-
 def tabulate(
     chunks: Sequence[Chunk],
     problem: Problem,
@@ -189,7 +182,8 @@ def tabulate(
     passes = tuple(of_stages[stage] for stage in equal_stages)
     added = _added(problem, costs, work)
     message_us, message_bytes = costs.message_us(work), costs.message_bytes(work).tolist()
-    shards = shard_room(added, trains) or (0,) * problem.num_ranks
+    rooms = [resolve_name(target)(added, trains) for op in added if (target := operation(op).room)]
+    of_added: tuple[int, ...] = tuple(map(sum, zip(*rooms, strict=True))) or (0,) * problem.num_ranks
     room, exchanges = message_room(problem, message_bytes), (int(costs.exchange_bytes(work).max()),) * problem.num_ranks
     placement, one_us = problem.placement, costs.host_us(1e9)
     stages_of = tuple(tuple(s for s in range(problem.num_stages) if placement[s] == rank) for rank in range(max(placement) + 1))
@@ -198,11 +192,11 @@ def tabulate(
         hops=tuple(message_us if here != there else np.zeros(len(chunks)) for here, there in pairwise(placement)),
         static=tuple(
             sum(static_items(own, work, costs).values(), sum(more))
-            for own, *more in zip(stages_of, room, shards, exchanges, strict=True)
+            for own, *more in zip(stages_of, room, of_added, exchanges, strict=True)
         ),
         message_bytes=tuple(message_bytes),
         message_room=room,
-        shard_room=shards,
+        added_room=of_added,
         exchange_room=exchanges,
         rank_of=placement,
         stages_of=stages_of,
@@ -238,26 +232,6 @@ def _added(problem: Problem, costs: Costs, work: ChunkWork) -> dict[Op, Operatio
         if rows is not None:
             added[kind.op] = rows._replace(gives=rows.takes) if problem.forward_only else rows
     return added
-
-
-def shard_peaks(added: Mapping[Op, OperationRows], trains: bool) -> list[list[int]]:
-    """Return the most bytes that each chunk takes on a rank in its `S`, or when any `T` runs behind it, ``[rank][chunk]``."""
-    shards, gradients = added[Op.S], added[Op.T]
-    most = [max(takes, default=0) if trains else 0 for takes in gradients.takes]
-    ranks = zip(shards.takes, shards.gives, most, strict=True)
-    return [[max(take, take - give + more) for take, give in zip(takes, gives, strict=True)] for takes, gives, more in ranks]
-
-
-def shard_room(added: Mapping[Op, OperationRows], trains: bool) -> tuple[int, ...]:
-    """Bytes of each rank set aside for chunks between the shards' `S`, if any, and `T`: `MOST_OPEN_CHUNKS` of the largest."""
-    if Op.S not in added:
-        return ()
-    rows = added[Op.S]
-    each = zip(shard_peaks(added, trains), rows.takes, rows.gives, strict=True)
-    return tuple(
-        max(peaks, default=0) + (min(MOST_OPEN_CHUNKS, len(peaks)) - 1) * max(map(sub, takes, gives), default=0)
-        for peaks, takes, gives in each
-    )
 
 
 def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[str, int]:

@@ -49,7 +49,7 @@ class Memory:
             self._add_issues(rank)
             demands = [demand for stage in stages for demand in self._of_stage(stage)]
             demands += added.get(rank, ())
-            self._limit(demands, self.caps[rank] - tables.static[rank] + tables.shard_room[rank])
+            self._limit(demands, self.caps[rank] - tables.static[rank] + tables.added_room[rank])
             if not is_unlimited(self.host_cap):
                 self._limit([demand for stage in stages for demand in self._in_host(stage)], self.host_cap)
 

@@ -10,13 +10,14 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from megatron_epp.features.vocabulary import shard_insertion
+from megatron_epp.features.vocabulary.shard_tables import shard_peaks
 from megatron_epp.plan import Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels.codes import KINDS, CodedOrder, Codes, encode
 from megatron_epp.planner.kernels.compiled import FloatList, IntegerList, float_zeros, floats, integer_zeros, integers
 from megatron_epp.planner.kernels.timing import STUCK
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.tables import Tables, shard_peaks
+from megatron_epp.planner.tables import Tables
 
 SHARD_KINDS = (*KINDS, Op.S, Op.N, Op.T)
 
@@ -26,7 +27,7 @@ def with_shards(order: Order, tables: Tables, recompute_steps: RecomputeSteps) -
 
     Every rank runs the shards of chunks in the order of the last stage's forwards, each as soon as its input has come and an
     action ends. A weight gradient waits, first come first served, for a gap that it fits into, or until the memory set aside
-    for shards (`Tables.shard_room`) is needed. Other actions keep their order. Raises `PlanError` if that deadlocks.
+    for shards (`Tables.added_room`) is needed. Other actions keep their order. Raises `PlanError` if that deadlocks.
     """
     codes, columns = encode(order, tables.num_chunks, SHARD_KINDS), tables.columns_with(SHARD_KINDS)
     run = storage(tables, np.diff(codes.starts).tolist())
@@ -82,7 +83,7 @@ def _fixed_columns(tables: Tables) -> dict[str, Any]:
         "gather_us": floats(rows.collective_us[Op.GATHER]),
         "peak_bytes": integers(chain.from_iterable(shard_peaks(tables.added, backward))),
         "kept_bytes": integers(kept_bytes),
-        "room_bytes": integers(tables.shard_room),
+        "room_bytes": integers(tables.added_room),
     }
 
 
