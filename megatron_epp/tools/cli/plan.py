@@ -197,7 +197,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.memory or args.memory_out:
         _report_memory(args, problem, costs, best, refusal)
     else:
-        say(text_of(best, args))
+        say(f"{text_of(best, args)}\n\n{_proof(best)}")
     if args.json:
         return 0
     if (peak := max(best.predicted.peak_bytes)) > _LARGEST_DEVICE_BYTES and all(map(is_unlimited, best.cap_bytes)):
@@ -209,6 +209,13 @@ def _plan(args: argparse.Namespace) -> int:
     if hint and args.layout not in (None, BALANCED, AUTO) and not planning_flags.has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
+
+
+def _proof(best: Plan) -> str:
+    """Return what has been proven of a plan, as of all that planners return (`planner.assemble`)."""
+    num_actions = sum(len(step.actions) for row in best.ranks for step in row)
+    caps = "none has a cap" if all(map(is_unlimited, best.cap_bytes)) else "none exceeds its cap"
+    return f"checked: {num_actions:,} actions, each once and after all that it needs; ranks cannot hang, and {caps}"
 
 
 def _remediable(error: InfeasibleError, args: argparse.Namespace) -> InfeasibleError:
