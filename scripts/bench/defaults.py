@@ -97,9 +97,9 @@ class Run(Case):
 def row(args: Namespace, run: Run) -> Figures:
     """Return all figures of one run: of every setting, and why the defaults are slower than the best of flags."""
     tensor_ranks, even = run.shape.tensor_parallel, run.sample.even
-    chosen = settle(run.sample, tensor_ranks=tensor_ranks)
+    _, chosen = settle(run.sample, tensor_ranks=tensor_ranks)
     figures: Figures = {
-        "defaults": _figures(run, chosen.layout, splits_weight=chosen.splits_weight),
+        "defaults": _figures(run, chosen.layout, splits_weight=chosen.splits_weights),
         "even": _figures(run, even, splits_weight=False),
         "balanced": _figures(run, run.balanced, splits_weight=False),
     }
@@ -108,8 +108,8 @@ def row(args: Namespace, run: Run) -> Figures:
     best = min((each for each in every if each["makespan_us"]), key=lambda each: each["makespan_us"])
     figures |= {"best": best, "every": every, "tokens": sum(run.lengths), "tensor": tensor_ranks}
     if 1 - ratio(figures) > CLOSE_SHARE:
-        known = settle(replace(run.sample, problems=(run.problem,)), tensor_ranks=tensor_ranks)
-        figures["own batch"] = _figures(run, known.layout, splits_weight=known.splits_weight)
+        _, known = settle(replace(run.sample, problems=(run.problem,)), tensor_ranks=tensor_ranks)
+        figures["own batch"] = _figures(run, known.layout, splits_weight=known.splits_weights)
     return figures
 
 

@@ -130,8 +130,8 @@ def settled(recipe: Recipe, asked: Question) -> Judged | None:
             open_too = (each for each in placements_of(config.pipeline) if each.num_stages <= num_layers)
             sample = replace(sample, placements=tuple(open_too))
     try:
-        chosen = settle(sample, tensor_ranks=config.tensor, opens_weights=asked.may_split_weights, layouts=layouts)
-        options = replace(asked.options, split_weight=chosen.splits_weight)
+        _, chosen = settle(sample, tensor_ranks=config.tensor, opens_weights=asked.may_split_weights, layouts=layouts)
+        options = replace(asked.options, split_weight=chosen.splits_weights)
         return exactly(replace(asked, options=options), config.with_layout(chosen.layout))
     except InfeasibleError:
         return None
