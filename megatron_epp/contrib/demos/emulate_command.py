@@ -19,7 +19,7 @@ _EXAMPLE = """\
 example: eight ranks of an 8B model, emulated, and both laid side by side
   megatron-epp plan --lengths 60000,900,88 --stages 8 -o plan.json
   megatron-epp emulate plan.json -o measured.json
-  megatron-epp show plan.json --measured measured.json --png both.png
+  megatron-epp show plan.json --measured measured.json -o both.png
 """
 _USUAL_S = 20.0
 """Length of an emulation unless asked for: actions of an ordinary plan take so long that this machine's overhead is small."""

@@ -61,34 +61,29 @@ def add_arguments(parser: Parser) -> None:
     switch("--lowered", help="print what each rank issues, in order: actions, copies, sends, receives and reductions")
     run_of_it = "a run of this plan, as training wrote it, to draw next to it (default: none; of a folder, its own)"
     parser.add_argument("--measured", metavar="FILE", help=run_of_it)
-    formats = ".html for a page to explore, .png, .svg or .pdf for a Gantt picture, .json for a trace (for ui.perfetto.dev)"
-    terminal.add_output(parser, f"{formats}, .txt; without it text on the screen")
-    gantt = "write a Gantt picture with the memory of every stage (default: none)"
-    parser.add_argument("--png", type=terminal.picture, metavar="FILE", help=gantt)
-    parser.add_argument(
-        "--trace", type=terminal.output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)"
-    )
+    formats = ".html for a page to explore, .png, .svg or .pdf for a Gantt picture with the memory of every stage, .json for a "
+    formats += "trace (for ui.perfetto.dev), .txt; repeat it for more; without it text on the screen"
+    terminal.add_output(parser, formats, action="append", default=[])
     add_width(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or write what the flags name; return the exit code. Raises `EppError`."""
-    outputs = [path for path in (args.output, args.png, args.trace) if path]
     if args.proof or args.times:
-        if outputs or args.measured:
+        if args.output or args.measured:
             raise EppError(f"{'--proof' if args.proof else '--times'} prints and draws nothing: leave out the other flags")
         return _prove(args.plans) if args.proof else _tell_times(args.plans)
     shown = _shown(args)
-    if len(shown) > 1 and not (outputs and all(map(is_page, outputs))):
+    if len(shown) > 1 and not (args.output and all(map(is_page, args.output))):
         names = ", ".join(view.name for view in shown)
         raise EppError(f"there are several plans ({names}): name one, or write a page of all with -o page{terminal.PAGE}")
     first = shown[0]
     if args.lowered:
         say(to_grid(lower(first.plan)).rstrip())
-    if not outputs and not args.lowered:
+    if not args.output and not args.lowered:
         say(_text(first, args))
     with progress("drawing"):
-        for path in outputs:
+        for path in args.output:
             _write(path, shown, args)
     return 0
 
@@ -128,7 +123,7 @@ def _tell_times(paths: list[str]) -> int:
 def _write(path: str, shown: list[Shown], args: argparse.Namespace) -> None:
     """Write plans to a file whose suffix selects the format, all of them to a page and else the first."""
     first, suffix = shown[0], Path(path).suffix.lower()
-    if path is args.trace or suffix == ".json":
+    if suffix == ".json":
         save_trace(first.plan, path, first.measured)
     elif is_page(path):
         save_page(shown, path)

@@ -145,12 +145,6 @@ def output_folder(text: str) -> str:
     return text
 
 
-def picture(text: str) -> str:
-    if Path(text).suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in {', '.join(PICTURES)}")
-    return output(text)
-
-
 def picture_or_page(text: str) -> str:
     if not is_page(text) and Path(text).suffix.lower() not in PICTURES:
         why = f"{text}: the name ends in {PAGE} for a page, or in {', '.join(PICTURES)} for a picture"

@@ -14,7 +14,7 @@ from megatron_epp.plan.sizing import FP32_BYTES
 from megatron_epp.tools.formulas.model_shape import ModelShape
 
 
-class Held(Protocol):
+class MoreBytes(Protocol):
     """Bytes per token that are held besides what a layer keeps, as a `Profile` or a `ModelShape` has them."""
 
     @property
@@ -30,7 +30,7 @@ def on_device(
     fragmentation_share: float | None = None,
     *,
     buffers: Sequence[int] | None = None,
-    held: Held | None = None,
+    held: MoreBytes | None = None,
 ) -> PipelineCosts:
     """Add the device memory that is used in addition to the tensors that autograd keeps, which the costs have.
 
