@@ -131,8 +131,7 @@ class _Search:
         self.floors = LayerWork.of(self.batches, sample.costs_of)
         self.options = steady(sample.options)
         self.estimates = Estimates(self.batches, sample.costs_of, self.options, self.floors)
-        self.plans: dict[Layout, dict[int, Plan]] = {}
-        self.refused: set[tuple[Layout, int]] = set()
+        self.plans: dict[Layout, dict[int, Plan | None]] = {}  # by the batch's number; None where nothing fits
         self.refusal: InfeasibleError | None = None
 
     def choice(self) -> LayoutChoice:
@@ -145,7 +144,6 @@ class _Search:
             if self.estimates.mean_us(layout) <= limit_us:
                 self.plan(layout)
         self._race(self._nearest(self._alike(others, (self.even, *plain))))
-        logger.debug("layout: %d layouts estimated, %d planned", len(self.estimates.layouts), len(self.plans))
         return self.best()
 
     def plan(self, layout: Layout) -> None:
@@ -156,8 +154,7 @@ class _Search:
 
     def best(self) -> LayoutChoice:
         """Return the plainest of the fastest layouts (`_plainest`); several stages must gain `MIN_GAIN_OF_SEVERAL_SHARE`."""
-        planned = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
-        if not planned:
+        if not (planned := self._planned):
             assert self.refusal is not None  # even layers were planned first
             raise self.refusal
         best = self._plainest(planned)
@@ -165,8 +162,8 @@ class _Search:
             plainer = self._plainest(single)
             if self._planned_us(best) > self._planned_us(plainer) * (1 - MIN_GAIN_OF_SEVERAL_SHARE):
                 best = plainer
-        bound_us = float(np.mean([each.predicted.lower_bound_us for each in self.plans[best].values()]))
-        middle_us = self.plans[best][self._middle].predicted.makespan_us
+        bound_us = float(np.mean([each.predicted.lower_bound_us for each in self.plans[best].values() if each]))
+        middle_us = self._plan_us(best, self._middle)
         batch = replace(self.batches[self._middle], placement=best.placement.rank_of)
         choice = LayoutChoice(best, self._planned_us(best), bound_us, self._planned_us(self.even), batch, middle_us)
         text = layers_text(best.layers) + " layers" + ", the vocabulary over all ranks" * best.shards_vocabulary
@@ -261,17 +258,22 @@ class _Search:
     @property
     def _rival(self) -> Layout | None:
         """The layout that is the best so far; None if nothing fits yet."""
-        planned = [layout for layout, plans in self.plans.items() if len(plans) == len(self.batches)]
-        return self._plainest(planned) if planned else None
+        return self._plainest(planned) if (planned := self._planned) else None
+
+    @property
+    def _planned(self) -> list[Layout]:
+        """Layouts with which all batches have been planned, and fit."""
+        return [layout for layout in self.plans if math.isfinite(self._planned_us(layout))]
 
     def _planned_us(self, layout: Layout) -> float:
-        times_us = [plan.predicted.makespan_us for plan in self.plans[layout].values()]
+        times_us = [each.predicted.makespan_us for each in self.plans[layout].values() if each]
         return float(np.mean(times_us)) if len(times_us) == len(self.batches) else math.inf
 
     def _plan_us(self, layout: Layout, number: int) -> float:
         """Plan a batch as training would, and return the makespan; infinite if nothing fits."""
         plans = self.plans.setdefault(layout, {})
-        if number not in plans and (layout, number) not in self.refused:
+        if number not in plans:
+            plans[number] = None
             problem, costs = replace(self.batches[number], placement=layout.placement.rank_of), self.sample.costs_of(layout)
             try:
                 is_first = self.refusal is None or not begins_with_greedy(self.options.planner)
@@ -279,9 +281,8 @@ class _Search:
                     plans[number] = plan(problem, costs, self.options, names_cap=self.refusal is None)
             except InfeasibleError as error:
                 self.refusal = self.refusal or error
-            if number not in plans:
-                self.refused.add((layout, number))
-        return plans[number].predicted.makespan_us if number in plans else math.inf
+        planned = plans[number]
+        return math.inf if planned is None else planned.predicted.makespan_us
 
 
 def fastest(layouts: Sequence[Layout], sample: Sample) -> LayoutChoice:
