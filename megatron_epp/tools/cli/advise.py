@@ -30,12 +30,12 @@ from megatron_epp.tools.advice.question import Configuration, Question, Sharing
 from megatron_epp.tools.cli import planning_flags
 from megatron_epp.tools.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.tools.cli.planning_flags import flags_of, of_model
-from megatron_epp.tools.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
+from megatron_epp.tools.cli.terminal import PROGRAM, Parser, add_output, progress, say
 from megatron_epp.tools.formulas import Profile
 from megatron_epp.tools.formulas.library import check_formulas, load_costs, load_flags
 from megatron_epp.tools.report.text import format_us
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatron-epp train`
   megatron-epp advise --model llama3-8b --cluster h100x8 --devices 64 --lengths wikipedia \\
     --context 131072 -o recipe.yaml
@@ -212,7 +212,3 @@ def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
             here = f"the model here has {shape_here[key]}: measure it, or give the model that was measured"
             raise EppError(f"--costs {name} was measured with {key} {brief(value)}, and {here}")
     return (tensor, context, expert, sharing), profile
-
-
-_PURPOSE = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"
-COMMAND = Command("advise", _PURPOSE, add_arguments, run, _EXAMPLE)

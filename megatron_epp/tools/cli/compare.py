@@ -27,13 +27,13 @@ from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, chosen_layout, 
 from megatron_epp.tools.cli.lengths import batches_of
 from megatron_epp.tools.cli.planning_flags import costs_source, problem_of, token_multiple
 from megatron_epp.tools.cli.schedules import ALL, layout_at, usual
-from megatron_epp.tools.cli.terminal import Command, Parser, is_page, progress, say
+from megatron_epp.tools.cli.terminal import Parser, is_page, progress, say
 from megatron_epp.tools.formulas import Profile
 from megatron_epp.tools.report.gantt import save_picture, side_by_side
 from megatron_epp.tools.report.page.html import Shown, save_page
 from megatron_epp.tools.report.text import comparison
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: 512 documents like Wikipedia's on eight stages, and a picture of all plans
   megatron-epp compare --lengths wikipedia --model llama3-8b --cluster h100x8 --stages 8 \\
     --context 65536 -o compared.png
@@ -232,7 +232,3 @@ def _row(batch: Batch, entry: Entry, gain: StockGain) -> dict[str, Any]:
     row |= {name: getattr(predicted, name) for name in ("lower_bound_us", "bubble_fraction", "peak_bytes")}
     row |= {"cap_bytes": entry.plan.cap_bytes, "recompute_share": recompute_share(entry.plan), "chunks": len(entry.plan.chunks)}
     return row | ({"gain": gain[1].as_json()} if gain is not None and entry.planner == "greedy" else {})
-
-
-_PURPOSE = "plan batches with several planners and print them side by side"
-COMMAND = Command("compare", _PURPOSE, add_arguments, run, _EXAMPLE)

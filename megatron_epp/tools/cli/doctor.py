@@ -20,13 +20,13 @@ from megatron_epp.mcore import releases
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
 from megatron_epp.tools.cli import measure_profile
-from megatron_epp.tools.cli.terminal import Command, Parser, progress, say
+from megatron_epp.tools.cli.terminal import Parser, progress, say
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 _CHANNELS = (64, 128, 256)  # common head dimensions (channels per head), for which kernels are checked
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: in a job script, before anything is started
   megatron-epp doctor || exit 1
 measure a model's parts here, and plan with what was measured
@@ -223,7 +223,3 @@ def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Find
     several = has_gpu and value != "1"
     todo = f"export {name}=1: Megatron asks for it with tensor or context parallelism before Blackwell"
     yield Finding(name, WARNING if several else OK, value, todo * several)
-
-
-_PURPOSE = "say what this machine has, lacks and should change to train (exit code 1: it cannot); or measure it"
-COMMAND = Command("doctor", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -29,12 +29,12 @@ from megatron_epp.plan.violation import Violation
 from megatron_epp.plan.writing import write_text
 from megatron_epp.tools.cli import terminal
 from megatron_epp.tools.cli.plan import add_width, text_of
-from megatron_epp.tools.cli.terminal import PROGRAM, Command, Parser, is_page, progress, say, tell
+from megatron_epp.tools.cli.terminal import PROGRAM, Parser, is_page, progress, say, tell
 from megatron_epp.tools.report.gantt import save_gantt
 from megatron_epp.tools.report.page.html import Shown, save_page
 from megatron_epp.tools.report.text import against, format_us, table
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: a page with zoom, memory, and what every idle rank waits for; any browser opens it
   megatron-epp show plan.json -o plan.html
 iteration 3 of a training with --epp-report-dir runs/tiny --epp-trace 3, planned and measured
@@ -207,7 +207,3 @@ def _contradictions(plan: Plan) -> Iterator[Violation]:
     yield from check_tokens(plan)
     yield from check_presence(plan, columns, listed(plan, columns))
     yield from check_kv_offload(plan)
-
-
-_PURPOSE = "show a plan, and a run of it, as text, page, picture or trace; prove it; print its times"
-COMMAND = Command("show", _PURPOSE, add_arguments, run, _EXAMPLE)

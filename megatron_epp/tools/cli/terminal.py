@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -107,15 +106,6 @@ class Parser(SuggestingParser):
         if message.startswith("the following arguments are required") and (unknown := self.unknown_flags()):
             self.refuse(unknown)
         self.exit(2, f"{printable(f'{self.prog}: error: {message}; see {self.prog} --help')}\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    name: str  # word that selects it
-    purpose: str  # line for the list of commands
-    add_arguments: Callable[[Parser], None]  # adds its flags to a parser
-    run: Callable[[argparse.Namespace], int]  # runs it and returns the exit code
-    example: str = ""  # text below its help
 
 
 def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) -> None:
