@@ -137,16 +137,8 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
     config, lengths = best.config, [",".join(map(str, best.plan.lengths))]
     if is_distribution(args.lengths) and config.data == 1:
         lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
-    rows = [
-        ROWS[name]
-        for name in (
-            *planning_flags.SHAPE_FLAGS,
-            *planning_flags.FP8_FLAGS,
-            *planning_flags.OPTIMIZER_FLAGS,
-            "trained_parameters",
-        )
-    ]
-    flags: dict[str, Any] = {row.short_dest: getattr(args, row.short_dest) for row in rows}
+    names = *planning_flags.SHAPE_FLAGS, *planning_flags.FP8_FLAGS, *planning_flags.OPTIMIZER_FLAGS, "trained_parameters"
+    flags: dict[str, Any] = {(dest := ROWS[name].short_dest): getattr(args, dest) for name in names}
     layout = ("" if config.virtual == 1 else f"{config.placement}:") + ",".join(f"{count:g}" for count in config.layers)
     flags |= {"context": question.context, "cluster": args.cluster, "attention_kernel": args.attention_kernel}
     flags |= {"devices": question.devices, "stages": config.pipeline, "layout": layout}

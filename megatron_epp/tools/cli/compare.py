@@ -153,11 +153,8 @@ def _entry(batch: Batch, name: str, size: int | None) -> Entry:
             split, offload = options.split_weight or known.splits_weight, options.offload or known.offloads
             options = replace(options, split_weight=split, offload=offload)
         with terminal.latest_message(terminal.EXACT_PLANNER_LOG) as latest:
-            problem, costs = (
-                problem_of(args, lengths, layout.placement),
-                planning_flags.costs_of(args, lengths, layout, batch.longest),
-            )
-            planned, refusal = plan(problem, costs, options), ""
+            costs = planning_flags.costs_of(args, lengths, layout, batch.longest)
+            planned, refusal = plan(problem_of(args, lengths, layout.placement), costs, options), ""
     except EppError as error:
         planned, refusal = None, error.text(names_of(args.parser))
     note = "" if planned is None else latest()
@@ -196,7 +193,8 @@ def _gain(batch: Batch) -> StockGain:
         counts=STAGES_PER_RANK if chosen.choice is not None or layout.placement.num_chunks > 1 else (1,),
         layouts=(layout,),
     )
-    return choices.gain(whole_us, best_us)
+    steps = choices.steps()
+    return steps[-1], Gain.of((*steps, choices.by_chunk(steps[-1])), whole_us, best_us)
 
 
 def _text(batch: Batch, gain: StockGain, titled: bool) -> str:

@@ -22,7 +22,7 @@ from megatron_epp.plan.placement import placements_of
 from megatron_epp.plan.problem import by_count
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.microbatches import plan_as_given
-from megatron_epp.tools.advice.causes import CAUSES, PLANNER, Stock, gain_of
+from megatron_epp.tools.advice.causes import CAUSES, PLANNER, Gain, Stock
 from megatron_epp.tools.advice.configuration_search import Advice, NothingFitsError, advise
 from megatron_epp.tools.advice.judge import Judged, choices_of, exactly, shares_by_work, step_without_shards_us
 from megatron_epp.tools.advice.question import Configuration, Question
@@ -161,7 +161,7 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
     gain = None
     if judged is not None:
         whole_us = step_without_shards_us(asked, judged)
-        gain = gain_of((*steps, choices.by_chunk(best)), whole_us, judged.parts.step_us)
+        gain = Gain.of((*steps, choices.by_chunk(best)), whole_us, judged.parts.step_us)
     times = [_time_of_stock(recipe, recipe.config, best)] if best else []
     times.append(repacked)  # it has run, whatever its memory by formula
     advice: Advice | None = None
