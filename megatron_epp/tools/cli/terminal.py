@@ -22,7 +22,6 @@ from typing import Any, NoReturn, TextIO
 
 from megatron_epp.launch.script_flags import SuggestingParser
 from megatron_epp.plan.reading import printable
-from megatron_epp.tools.report.text import clip
 
 PROGRAM = "megatron-epp"
 ERROR = 2  # exit code of a command that ended with an error that it told
@@ -158,7 +157,8 @@ def tell(text: str) -> None:
 
 def tell_error(text: str) -> None:
     """Print an error. Very long lines are truncated."""
-    tell(f"{PROGRAM}: error: " + "\n".join(clip(line, _WIDEST) for line in text.split("\n")))
+    lines = (line if len(line) <= _WIDEST else f"{line[: _WIDEST - 1]}…" for line in text.split("\n"))
+    tell(f"{PROGRAM}: error: " + "\n".join(lines))
 
 
 @contextmanager
