@@ -46,17 +46,6 @@ NAMES = {
     "profile": ("doctor", "profile", "measure a model's parts on this machine and write a cost profile (needs torch)"),
 }
 """Short names: each of a command with one of its switches, and the purpose of both together."""
-_LAST = """\
-also:
-  check, simulate  short for `show --proof` and `show --times`
-  memory           short for `plan --memory`
-  profile          short for `doctor --profile`
-  schedules        list the planners that plans can follow, with their papers
-  quickstart       demonstration: train a small GPT with Megatron's schedule and with plans
-  emulate          demonstration: run a plan's ranks as processes, with timed waits for compute
-
-`megatron-epp COMMAND --help` lists a command's options.
-"""
 _HELP = frozenset({"-h", "--help", "--help-all"})
 _UNFORESEEN = 70
 _TRAINS = ("torch", "megatron", "omegaconf")
@@ -111,18 +100,21 @@ def _refused(error: Exception, parser: Parser) -> int:
 
 def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     """Return the parser of all commands, of which some, by their names, have their flags."""
-    rows = (f"  {name:<10} {purpose}" for name, purpose in PURPOSES.items() if name not in _BELOW_THE_LIST)
-    listed = [textwrap.fill(row, help_width(), subsequent_indent=" " * 13) for row in rows]
+    short = {name: f"{purpose}: short for `{own} --{switch}`" for name, (own, switch, purpose) in NAMES.items()}
+    purposes = PURPOSES | short
+    rows = {
+        name: textwrap.fill(f"  {name:<10} {text}", help_width(), subsequent_indent=" " * 13) for name, text in purposes.items()
+    }
+    also = [rows.pop(name) for name in (*_BELOW_THE_LIST, *NAMES)]
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND [options]",
         description="Plan training steps over sequences of very different lengths, prove the plans, look at them, and train "
-        "by them with Megatron-LM.\n\ncommands:\n" + "\n".join(listed),
-        epilog=_LAST,
+        "by them with Megatron-LM.\n\ncommands:\n" + "\n".join(rows.values()),
+        epilog="\n".join(["also:", *also, "", f"`{PROGRAM} COMMAND --help` lists a command's options."]),
     )
     subparsers = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", required=True, help=argparse.SUPPRESS)
-    purposes = {name: f"{purpose}: short for `{own} --{switch}`" for name, (own, switch, purpose) in NAMES.items()}
-    for name, purpose in (PURPOSES | purposes).items():
+    for name, purpose in purposes.items():
         added = subparsers.add_parser(name, description=f"{purpose[0].upper()}{purpose[1:]}.")
         if name in names:
             module = importlib.import_module(MODULES[NAMES[name][0] if name in NAMES else name])
