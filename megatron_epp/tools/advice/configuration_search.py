@@ -130,7 +130,7 @@ class NothingFitsError(InfeasibleError):
     """No configuration fits. The message names the smallest changes with which one would fit."""
 
 
-def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
+def advise(question: Question, say: Callable[[str], object] = str) -> Advice:
     """Search deterministically, by rough plans without offload where anything fits without. Raises `NothingFitsError`."""
     configs, refused = candidates(question)
     search = _Search(replace(question, options=replace(question.options, offload=False)), say)
@@ -152,7 +152,7 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
 
 
 class _Search:
-    def __init__(self, question: Question, say: Callable[[str], None]) -> None:
+    def __init__(self, question: Question, say: Callable[[str], object]) -> None:
         self.question, self.say = question, say
         self.entries, self.exact, self.refused = list[Judged](), list[Judged](), list[Misfit]()
         self.steps, self._shares = dict[Configuration, Steps](), dict[int, tuple[Share, ...]]()

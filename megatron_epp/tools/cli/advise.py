@@ -95,9 +95,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     question = question_of(args)
     check_devices(question)
-    where = [""]
-    with progress("advising", lambda: where[0]):
-        advice = advise(question, lambda so_far: where.__setitem__(0, so_far))
+    with progress("advising") as note:
+        advice = advise(question, note)
     best = advice.best[0]
     if args.json:
         settings = {

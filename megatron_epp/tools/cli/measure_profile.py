@@ -140,11 +140,10 @@ def _measured(args: argparse.Namespace, shape: ModelShape) -> Profile:
         torch.set_num_threads(1)
     usual = Grid.of(device)
     grid = Grid(args.tokens or usual.tokens, usual.prefixes if args.prefixes is None else args.prefixes)
-    now = ["starting"]
-    with progress("profiling", lambda: now[0]):
-        points = measure(shape, device, grid, lambda kind: now.append(now.pop() and kind))
+    with progress("profiling") as note:
+        points = measure(shape, device, grid, note)
         if device.type == "cpu" or torch.cuda.device_count() > 1:
-            now[0] = "message"
+            note("message")
             points["message"] = measure_link(gpus=device.type == "cuda")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     origin: dict[str, Any] = {

@@ -42,7 +42,7 @@ iteration 3 of a training with --epp-report-dir runs/tiny --epp-trace 3, planned
 in a script: go on with a sound plan only
   megatron-epp show plan.json --proof || exit 1
 """
-_READERS = {name: f"megatron_epp.contrib.foreign:{name}" for name in ("is_table", "from_table", "launches_of")}
+_READERS = [f"megatron_epp.contrib.foreign:{name}" for name in ("is_table", "from_table", "launches_of")]
 """Functions that read tables that other systems print, imported for a file that is no JSON."""
 
 
@@ -178,7 +178,7 @@ def _read(path: str) -> _Proven:
         text = read_text(path)
         if text[:1] == "{":  # most plans are large
             return _Proven(from_json(text))
-        is_table, from_table, launches_of = (resolve_name(where) for where in _READERS.values())
+        is_table, from_table, launches_of = map(resolve_name, _READERS)
         if is_table(path, text):
             return _Proven(from_table(text), launches_of(text), is_table=True)
         if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):

@@ -162,13 +162,16 @@ def tell_error(text: str) -> None:
 
 
 @contextmanager
-def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
-    """Show what the body does, for how long, and how far it has got, if it takes more than two seconds."""
-    done = threading.Event()
-    thread = threading.Thread(target=_report, args=(what, detail, done), daemon=True)
+def progress(what: str, detail: Callable[[], str] | None = None) -> Iterator[Callable[[str], object]]:
+    """Show what the body does, for how long, and how far it has got, if it takes more than two seconds.
+
+    How far is what `detail` returns, or without it, what the function that is yielded was last called with.
+    """
+    done, notes = threading.Event(), deque([""], maxlen=1)
+    thread = threading.Thread(target=_report, args=(what, detail or (lambda: notes[-1]), done), daemon=True)
     thread.start()
     try:
-        yield
+        yield notes.append
     finally:
         done.set()
         thread.join()
