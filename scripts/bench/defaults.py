@@ -4,7 +4,7 @@
     python -m scripts.bench.defaults --only qwen3           some of them
     python -m scripts.bench.defaults --json runs/defaults.json --only qwen3     and keep what other calls have written there
 
-The defaults (`megatron_epp.tools.layouts.defaults`, by which a training chooses) see eight other batches of the run, and are
+The defaults (`megatron_epp.tools.layouts.layout_choice.settle`) see eight other batches of the run, as in a training, and are
 judged by the plan of the case's own batch. The best of flags is the least makespan that any would have had for it: every
 placement, the output layer on the last stage or over all ranks, whole backwards or split weight gradients, with layers
 searched for the batch itself, with even layers, and with those of the defaults. Efficiency is computation without recompute,
@@ -30,8 +30,7 @@ from megatron_epp.plan.placement import Placement, placements_of
 from megatron_epp.planner import Options, Problem
 from megatron_epp.tools.formulas import Profile, analytic_profile
 from megatron_epp.tools.formulas.library import balanced_layers, load_cluster
-from megatron_epp.tools.layouts.defaults import settle
-from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_OF_SEVERAL_SHARE, Sample, choose
+from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_OF_SEVERAL_SHARE, Sample, choose, settle
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case, fitting
 from scripts.tables import table

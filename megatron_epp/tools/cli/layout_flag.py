@@ -22,8 +22,7 @@ from megatron_epp.tools.cli.planning_flags import costs_by, costs_of, costs_sour
 from megatron_epp.tools.cli.terminal import PROGRAM, progress, tell
 from megatron_epp.tools.formulas import Profile
 from megatron_epp.tools.formulas.library import balanced_layers
-from megatron_epp.tools.layouts.defaults import WholeLogits, settle
-from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample
+from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample, WholeLogits, settle
 from megatron_epp.tools.report.text import format_us
 
 AUTO, BALANCED, EVEN = "auto", "balanced", "even"

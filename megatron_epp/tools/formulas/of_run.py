@@ -21,8 +21,7 @@ from megatron_epp.tools.formulas.hardware import CPU, H100_NODE
 from megatron_epp.tools.formulas.library import balanced_layers, load_costs, shape_of
 from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import Profile
-from megatron_epp.tools.layouts.defaults import settle
-from megatron_epp.tools.layouts.layout_choice import Sample
+from megatron_epp.tools.layouts.layout_choice import Sample, settle
 
 
 def attention_sizes(facts: RunFacts) -> AttentionSizes:

@@ -2,7 +2,7 @@
 the sizes that suit them best.
 
 Plans have the defaults of a training: what flags leave open of layers, output layer and weight gradients is chosen for other
-batches (`tools/layouts/defaults.py`), with the caution of a run. Layers that do not divide evenly stay, as flags say them.
+batches (`tools/layouts/layout_choice.py`), with the caution of a run. Layers that do not divide evenly stay, as flags say them.
 Megatron's own schedule has virtual stages, layers, rows and recompute at their best (`tools/advice/causes.py`), with the
 recipe's parallel sizes, and with any. Times are by formula, for the same devices and memory. Nothing is fitted to what was
 measured.
@@ -29,8 +29,7 @@ from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.cli.planning_flags import cap_of
 from megatron_epp.tools.formulas.analytic import MICROSECONDS
 from megatron_epp.tools.formulas.library import load_cluster
-from megatron_epp.tools.layouts.defaults import settle
-from megatron_epp.tools.layouts.layout_choice import Sample
+from megatron_epp.tools.layouts.layout_choice import Sample, settle
 from megatron_epp.tools.report.text import table
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.public.recipes import RECIPES, Recipe
