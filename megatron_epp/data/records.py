@@ -21,8 +21,6 @@ _PARQUET = b"PAR1"
 _HEAD_BYTES = 512
 _ROWS = 1024  # rows of Parquet that are converted at once
 
-Origin = Callable[[str, int], str]
-"""Function from the kind of a record, "line" or "row", and its number, from 1 on, to its name in messages."""
 _TABLE, _ARCHIVE = "write it as Parquet or JSONL", "unpack it first"
 _PAGES, _MEDIA, _ENCODED = "extract its text first", "only text can be prepared", "convert it first: iconv -f UTF-16 -t UTF-8"
 _KINDS: dict[bytes, tuple[str, str]] = {
@@ -70,7 +68,7 @@ _DECOMPRESSORS: dict[bytes, tuple[str, Callable[[BinaryIO], IO[bytes]]]] = {
 
 
 class Record(NamedTuple):
-    origin: str
+    origin: str  # its file and the number of its line or row, from 1, as in ``chats.jsonl:3``
     value: Any
 
 
@@ -115,9 +113,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise _unreadable(path, error) from error
 
 
-def records(path: Path, origin: Origin) -> Iterator[Record]:
+def records(path: Path) -> Iterator[Record]:
     """Yield the records of JSONL, compressed or not, or Parquet, without nulls of objects. Raises `EppError` for others."""
-    yield from (_rows if is_parquet(path) else _lines)(path, origin)
+    yield from (_rows if is_parquet(path) else _lines)(path)
 
 
 def without_nulls(value: Any) -> Any:
@@ -126,10 +124,10 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _lines(path: Path, origin: Origin) -> Iterator[Record]:
+def _lines(path: Path) -> Iterator[Record]:
     with opened(path) as lines:
         for number, line in enumerate(lines, start=1):
-            where = origin("line", number)
+            where = f"{path}:{number}"
             if b"\0" in line:
                 todo = "give text, with an object in each line"
                 raise EppError(f"{where} is not JSONL: it has bytes that no text in UTF-8 has; {todo}")
@@ -140,14 +138,14 @@ def _lines(path: Path, origin: Origin) -> Iterator[Record]:
                 yield Record(where, parse_json(line, where, with_nan=True))
 
 
-def _rows(path: Path, origin: Origin) -> Iterator[Record]:
+def _rows(path: Path) -> Iterator[Record]:
     pyarrow, number = _pyarrow(f"{path}, which is Parquet,"), 0
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             for batch in table.iter_batches(_ROWS):
                 for row in batch.to_pylist(maps_as_pydicts="lossy"):
                     number += 1
-                    yield Record(origin("row", number), without_nulls(row))
+                    yield Record(f"{path}:{number}", without_nulls(row))
     except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:  # rows that Python cannot hold, too
         raise EppError(f"{path} is damaged or cut short: pyarrow cannot read it ({one_line(error)})") from error
 

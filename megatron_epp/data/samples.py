@@ -171,7 +171,7 @@ def read_samples(
 ) -> Samples:
     """Read a file with a sample in each record. Raises `EppError`, which names the line, also for more than `most_tokens`."""
     samples, names = [], []
-    for where, record in records(path, lambda kind, number: f"{path}: {kind} {number}"):
+    for where, record in records(path):
         if not isinstance(record, dict):
             raise EppError(f"{where} is no object with {TOKENS}")
         sample = TokenSample.of(record, asks, where, vocab_size, InputColumns(routing=routing))

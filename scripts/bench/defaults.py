@@ -4,7 +4,7 @@
     python -m scripts.bench.defaults --only qwen3           some of them
     python -m scripts.bench.defaults --json runs/defaults.json --only qwen3     and keep what other calls have written there
 
-The defaults (`megatron_epp.tools.layouts.defaults`, by which a training chooses) see eight other batches of the run, and are
+The defaults (`megatron_epp.tools.layouts.layout_choice.settle`) see eight other batches of the run, as in a training, and are
 judged by the plan of the case's own batch. The best of flags is the least makespan that any would have had for it: every
 placement, the output layer on the last stage or over all ranks, whole backwards or split weight gradients, with layers
 searched for the batch itself, with even layers, and with those of the defaults. Efficiency is computation without recompute,
@@ -30,8 +30,7 @@ from megatron_epp.plan.placement import Placement, placements_of
 from megatron_epp.planner import Options, Problem
 from megatron_epp.tools.formulas import Profile, analytic_profile
 from megatron_epp.tools.formulas.library import balanced_layers, load_cluster
-from megatron_epp.tools.layouts.defaults import settle
-from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_OF_SEVERAL_SHARE, Sample, choose
+from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_OF_SEVERAL_SHARE, Sample, choose, settle
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.planner.suite import CLUSTER, OTHER_BATCHES, REPLICAS, Case, fitting
 from scripts.tables import table
@@ -97,9 +96,9 @@ class Run(Case):
 def row(args: Namespace, run: Run) -> Figures:
     """Return all figures of one run: of every setting, and why the defaults are slower than the best of flags."""
     tensor_ranks, even = run.shape.tensor_parallel, run.sample.even
-    chosen = settle(run.sample, tensor_ranks=tensor_ranks)
+    _, chosen = settle(run.sample, tensor_ranks=tensor_ranks)
     figures: Figures = {
-        "defaults": _figures(run, chosen.layout, splits_weight=chosen.splits_weight),
+        "defaults": _figures(run, chosen.layout, splits_weight=chosen.splits_weights),
         "even": _figures(run, even, splits_weight=False),
         "balanced": _figures(run, run.balanced, splits_weight=False),
     }
@@ -108,8 +107,8 @@ def row(args: Namespace, run: Run) -> Figures:
     best = min((each for each in every if each["makespan_us"]), key=lambda each: each["makespan_us"])
     figures |= {"best": best, "every": every, "tokens": sum(run.lengths), "tensor": tensor_ranks}
     if 1 - ratio(figures) > CLOSE_SHARE:
-        known = settle(replace(run.sample, problems=(run.problem,)), tensor_ranks=tensor_ranks)
-        figures["own batch"] = _figures(run, known.layout, splits_weight=known.splits_weight)
+        _, known = settle(replace(run.sample, problems=(run.problem,)), tensor_ranks=tensor_ranks)
+        figures["own batch"] = _figures(run, known.layout, splits_weight=known.splits_weights)
     return figures
 
 

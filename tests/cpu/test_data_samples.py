@@ -45,24 +45,24 @@ def test_samples_of_compressed_jsonl_and_of_parquet_are_those_of_jsonl(tmp_path)
         assert (samples.trained(0, 0, 3).tolist(), samples.trained(1, 0, 3)) == ([0, 1, 1], None)
         of_first, of_second = samples.column("advantages", 0, 1, 3), samples.column("old_logprobs", 1, 1, 3)
         assert (of_first.tolist(), of_second.tolist()) == ([0.5, 0.5], [-1, -2])
-    with pytest.raises(EppError, match=r"samples\.parquet: row 2 has token 5, and the vocabulary 5 entries"):
+    with pytest.raises(EppError, match=r"samples\.parquet:2 has token 5, and the vocabulary 5 entries"):
         read_samples(tmp_path / "samples.parquet", ASKS, 8, 5)
 
 
 WRONG = {
-    "no JSON": ("{", "line 2"),
-    "no object": ("[1, 2]", "line 2 is no object with tokens"),
-    "no tokens": ({"advantages": 1}, "line 2 has no tokens"),
-    "one token": (GOOD | {"tokens": [1]}, "line 2: tokens must be a list of at least 2 integers"),
-    "no integers": (GOOD | {"tokens": [1.5, 2, 3]}, "line 2: tokens must be a list of at least 2 integers"),
-    "words": (GOOD | {"tokens": ["a", "b"]}, "line 2: tokens must be numbers"),
-    "no column": ({"tokens": [1, 2], "advantages": 1}, "line 2 has no old_logprobs, which the loss reads; it has tokens, adv"),
-    "another length": (GOOD | {"old_logprobs": [0, 1]}, "line 2: old_logprobs has 2 values for 3 tokens"),
-    "ragged": (GOOD | {"old_logprobs": [[0], [1, 2]]}, "line 2: old_logprobs"),
-    "not finite": (GOOD | {"advantages": float("nan")}, "line 2: advantages is nan for token 1, which is trained: it must be"),
-    "a mask of other values": (GOOD | {"trained": [0, 2, 1]}, "line 2: trained must be 0 or 1"),
+    "no JSON": ("{", ":2"),
+    "no object": ("[1, 2]", ":2 is no object with tokens"),
+    "no tokens": ({"advantages": 1}, ":2 has no tokens"),
+    "one token": (GOOD | {"tokens": [1]}, ":2: tokens must be a list of at least 2 integers"),
+    "no integers": (GOOD | {"tokens": [1.5, 2, 3]}, ":2: tokens must be a list of at least 2 integers"),
+    "words": (GOOD | {"tokens": ["a", "b"]}, ":2: tokens must be numbers"),
+    "no column": ({"tokens": [1, 2], "advantages": 1}, ":2 has no old_logprobs, which the loss reads; it has tokens, adv"),
+    "another length": (GOOD | {"old_logprobs": [0, 1]}, ":2: old_logprobs has 2 values for 3 tokens"),
+    "ragged": (GOOD | {"old_logprobs": [[0], [1, 2]]}, ":2: old_logprobs"),
+    "not finite": (GOOD | {"advantages": float("nan")}, ":2: advantages is nan for token 1, which is trained: it must be"),
+    "a mask of other values": (GOOD | {"trained": [0, 2, 1]}, ":2: trained must be 0 or 1"),
     "too long": (GOOD | {"tokens": [1] * 10, "trained": 1, "old_logprobs": 0}, "2 has 10 tokens, 9 positions of 8 at most; s"),
-    "unknown token": (GOOD | {"tokens": [1, 9, 2]}, "line 2 has token 9, and the vocabulary 9 entries"),
+    "unknown token": (GOOD | {"tokens": [1, 9, 2]}, ":2 has token 9, and the vocabulary 9 entries"),
 }
 
 
@@ -91,13 +91,13 @@ def test_a_column_may_have_several_values_of_every_token_of_which_those_that_tra
 
 
 WRONG_TEACHERS = {
-    "narrow": ({"teacher": [[1], [2], [3]]}, "line 1: teacher is 3 x 1; the loss reads 2 values for each of 3 tokens"),
-    "one for each": ({"teacher": [1, 2, 3]}, "line 1: teacher is 3; the loss reads 2 values"),
-    "ragged pairs": ({"teacher": [[1, 2], [3], [4, 5]]}, "line 1: teacher"),
-    "wide where one is read": ({"weight": [[1, 2]] * 3}, "line 1: weight has 6 values for 3 tokens"),
-    "above": ({"teacher": [[0, 0], [9, 1], [0, 0]]}, "line 1: teacher has token 9, and the vocabulary 9 entries"),
-    "below": ({"teacher": [[0, 0], [1, -1], [0, 0]]}, "line 1: teacher has token -1, and the vocabulary 9 entries"),
-    "between": ({"teacher": [[0, 0], [1, 1.5], [0, 0]]}, "line 1: teacher must be numbers of tokens"),
+    "narrow": ({"teacher": [[1], [2], [3]]}, ":1: teacher is 3 x 1; the loss reads 2 values for each of 3 tokens"),
+    "one for each": ({"teacher": [1, 2, 3]}, ":1: teacher is 3; the loss reads 2 values"),
+    "ragged pairs": ({"teacher": [[1, 2], [3], [4, 5]]}, ":1: teacher"),
+    "wide where one is read": ({"weight": [[1, 2]] * 3}, ":1: weight has 6 values for 3 tokens"),
+    "above": ({"teacher": [[0, 0], [9, 1], [0, 0]]}, ":1: teacher has token 9, and the vocabulary 9 entries"),
+    "below": ({"teacher": [[0, 0], [1, -1], [0, 0]]}, ":1: teacher has token -1, and the vocabulary 9 entries"),
+    "between": ({"teacher": [[0, 0], [1, 1.5], [0, 0]]}, ":1: teacher must be numbers of tokens"),
 }
 
 
@@ -130,7 +130,7 @@ def test_for_values_all_tokens_are_inputs_and_what_is_of_a_token_is_read_with_it
     assert [chunk.of_loss.weights.tolist() for chunk in arrays] == [[0, 0], [1, 1, 0]]
     assert [chunk.of_loss.columns.tolist() for chunk in arrays] == [[[5, 6], [2, 2]], [[7, 9, 0], [2, 1, 0]]]
     assert [chunk.of_loss.counts.tolist() for chunk in arrays] == [[0, 0], [1, 1, 0]]
-    with pytest.raises(EppError, match="line 1 has 3 tokens, 3 positions of 2 at most"):
+    with pytest.raises(EppError, match=":1 has 3 tokens, 3 positions of 2 at most"):
         read(tmp_path, given, asks=asks, most_tokens=2)
 
 

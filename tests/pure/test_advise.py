@@ -17,7 +17,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, plan
 from megatron_epp.planner.baselines.whole import UniformDecisions
 from megatron_epp.tools.advice import configuration_search
 from megatron_epp.tools.advice.advice_text import as_json, as_text, epp_settings, recipe_text, stock_settings
-from megatron_epp.tools.advice.causes import STAGES_PER_RANK, Stock, gain_of, stock_text, without_shards
+from megatron_epp.tools.advice.causes import STAGES_PER_RANK, Gain, Stock, stock_text, without_shards
 from megatron_epp.tools.advice.configuration_search import NothingFitsError, advise, candidates
 from megatron_epp.tools.advice.judge import Baseline, choices_of, exactly, misfit, shares_by_work, step_without_shards_us
 from megatron_epp.tools.advice.question import Configuration, Question
@@ -163,7 +163,7 @@ def test_each_step_of_megatrons_schedule_has_the_causes_before_it_and_no_other()
     assert 0.95 * max(made.predicted.peak_bytes) < packed.peak_bytes <= max(made.predicted.peak_bytes)
     given = replace(choices, counts=(), layouts=(levelled.layout,)).steps()[1]
     assert given.layout == levelled.layout, "layouts of plans are tried"
-    assert gain_of((even, None, levelled), 3.0, 2.0).steps_us == (even.step_us, math.inf, levelled.step_us, 3.0, 2.0)
+    assert Gain.of((even, None, levelled), 3.0, 2.0).steps_us == (even.step_us, math.inf, levelled.step_us, 3.0, 2.0)
 
 
 def test_layers_move_away_from_the_rank_with_the_largest_vocabulary():
@@ -473,7 +473,9 @@ def test_compare_divides_the_same_gain_over_the_same_schedule_of_megatrons(capsy
     best = next(entry for entry in advice.best if entry.config.virtual == 2)
     shares = shares_by_work(question, best.config)
     choices = choices_of(question, best.config, shares, [best.config.stages])
-    stock, gain = replace(choices, counts=STAGES_PER_RANK).gain(step_without_shards_us(question, best), best.parts.step_us)
+    choices = replace(choices, counts=STAGES_PER_RANK)
+    *_, stock = steps = choices.steps()
+    gain = Gain.of((*steps, choices.by_chunk(stock)), step_without_shards_us(question, best), best.parts.step_us)
     flags = [*plan_flags(args, question, best), "--planner", "greedy", "--planner", "1f1b-packed"]
     assert main(["compare", *flags, "--json"]) == 0
     row = next(row for row in json.loads(capsys.readouterr().out) if row["planner"] == "greedy")

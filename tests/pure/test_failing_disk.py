@@ -14,8 +14,8 @@ BATCH = ["--lengths", "900,300,50", "--stages", "2", "--layers", "4", "--hidden"
 COMMANDS = {
     "plan": ["plan", *BATCH, "--layout", "even", "--planner", "1f1b", "-o"],
     "page": ["show", PLAN, "-o"],
-    "trace": ["show", PLAN, "--trace"],
-    "picture": ["show", PLAN, "--png"],
+    "trace": ["show", PLAN, "-o"],
+    "picture": ["show", PLAN, "-o"],
     "profile": ["profile", "--by-formula", "h100x8", "--model", "tiny-gpt", "-o"],
 }
 SUFFIXES = {"page": ".html", "picture": ".png"}

@@ -45,7 +45,7 @@ def test_a_mamba_mixer_has_the_parameters_of_its_projections_and_its_convolution
 
 @pytest.mark.parametrize(("frequency", "has"), [("([0]*2+[1]*3)", "00111"), ("[0,1]", "01010"), (2, "10101")])
 def test_layers_with_experts_are_read_as_megatron_reads_them(frequency, has):
-    layers = kinds_of_layers({"num_layers": 5, "num_experts": 4, "moe_layer_freq": frequency})
+    layers = kinds_of_layers(shape_of(_SIZES | {"num_layers": 5, "moe_layer_freq": frequency}))
     assert [mlp == "E" for _, mlp in layers] == [digit == "1" for digit in has]
 
 
@@ -64,7 +64,7 @@ def test_stages_hold_the_parameters_of_the_layers_that_they_have_and_of_no_other
     counted = analytic_profile(shape_of(flags), H100).costs(layers, optimizer=OptimizerBytes.of_flags(flags))
     vocabulary, ends = 1024 * 64, [0.0, *accumulate(layers)]
     attention, dense, routed = 4 * 64 * 64, 3 * 64 * 256, 64 * 8 + 3 * 64 * (16 + 8 * 32)
-    kinds = [mlp for _, mlp in kinds_of_layers(flags)]
+    kinds = [mlp for _, mlp in kinds_of_layers(shape_of(flags))]
     for stage, (start, end) in enumerate(pairwise(ends)):
         count = vocabulary * ((stage == 0) + (stage == len(layers) - 1))
         for layer, kind in enumerate(kinds):
@@ -225,7 +225,7 @@ def test_windows_of_a_hybrid_model_count_in_its_layers_of_attention():
 @pytest.mark.parametrize("frequency", [4, "4", "([1]*3+[0])", [1, 1, 1, 0]])
 def test_the_last_of_so_many_layers_attends(frequency):
     flags = load_flags("qwen3.5-27b") | {"linear_attention_freq": frequency, "num_layers": 10}
-    assert "".join(mixer for mixer, _ in kinds_of_layers(flags)) == "GGG*GGG*GG"
+    assert "".join(mixer for mixer, _ in kinds_of_layers(shape_of(flags))) == "GGG*GGG*GG"
     assert shape_of(flags).share_of("G") == 0.8
 
 

@@ -53,7 +53,7 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
     made = [stage(s == stages - 1) for s in range(stages)]
     bare = PipelineCosts("random", tuple(made), draw.uniform(1, 9), 1.0, 0.01, 1.0, 0.005)
     share, buffers = draw.choice([0.0, 0.07]), [draw.randint(0, 99)] * stages
-    return on_device(bare, share, buffers=buffers, exchange_bytes_per_token=1.5 * (stages % 2))
+    return replace(on_device(bare, share, buffers=buffers), exchange_bytes_per_token=1.5 * (stages % 2))
 
 
 def steps(made: Plan):

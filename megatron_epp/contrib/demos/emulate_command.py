@@ -12,14 +12,14 @@ from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.proof import check
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulation import simulate
-from megatron_epp.tools.cli.terminal import Command, Parser, add_output, progress, say
+from megatron_epp.tools.cli.terminal import Parser, add_output, progress, say
 from megatron_epp.tools.report.text import format_us
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: eight ranks of an 8B model, emulated, and both laid side by side
   megatron-epp plan --lengths 60000,900,88 --stages 8 -o plan.json
   megatron-epp emulate plan.json -o measured.json
-  megatron-epp show plan.json --measured measured.json --png both.png
+  megatron-epp show plan.json --measured measured.json -o both.png
 """
 _USUAL_S = 20.0
 """Length of an emulation unless asked for: actions of an ordinary plan take so long that this machine's overhead is small."""
@@ -55,7 +55,3 @@ def run(args: argparse.Namespace) -> int:
         f"({measured.makespan_us / simulated_us - 1:+.2%})"
     )
     return 0
-
-
-_PURPOSE = "run a plan's ranks as processes of this machine, with timed waits for compute (needs torch)"
-COMMAND = Command("emulate", _PURPOSE, add_arguments, run, _EXAMPLE)

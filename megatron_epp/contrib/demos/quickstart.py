@@ -35,7 +35,7 @@ from megatron_epp.plan.serialize import load, save
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.tools.cli.terminal import Command, Parser, output_folder, progress, say
+from megatron_epp.tools.cli.terminal import Parser, output_folder, progress, say
 from megatron_epp.tools.formulas.library import load_costs
 from megatron_epp.tools.launch.runs import (
     AS_MEGATRON,
@@ -50,7 +50,7 @@ from megatron_epp.tools.launch.runs import (
 from megatron_epp.tools.report.page.html import Shown, save_page
 from megatron_epp.tools.report.text import table
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: a short one
   megatron-epp quickstart --rounds 1 --context 1024
 """
@@ -313,7 +313,3 @@ def _compared(name: str, theirs: RecordedRun, ours: RecordedRun) -> dict[str, An
 
 def _title(text: str) -> None:
     say(f"\n{text}", flush=True)
-
-
-_PURPOSE = "train a small GPT on uneven documents with Megatron's schedule and with elastic plans (needs torch and Megatron)"
-COMMAND = Command("quickstart", _PURPOSE, add_arguments, run, _EXAMPLE)

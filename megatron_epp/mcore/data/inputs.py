@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_epp.data.chat import ASSISTANT, ChatCounts, ChatEncoder, Tokens
 from megatron_epp.data.chat_fields import Message
-from megatron_epp.data.records import Record, has_records, opened, records, suffix_of
+from megatron_epp.data.records import has_records, opened, records, suffix_of
 from megatron_epp.mcore.data.encoders import Encoder
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import brief, brief_text, parse_json
@@ -91,16 +91,12 @@ def _raw_texts(files: Sequence[Path], json_key: str) -> Iterator[tuple[str, byte
             with opened(file) as stream:
                 yield str(file), stream.read()
             continue
-        for origin, record in _records(file):
+        for origin, record in records(file):
             text = record.get(json_key) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 raise EppError(f"{origin} has no text under {json_key!r}{_keys(record)}; name the key with --json-key")
             # JSON can hold half a surrogate pair, which has no UTF-8 form; byte-level tokens can carry it all the same.
             yield origin, text.encode("utf-8", errors="surrogatepass")
-
-
-def _records(file: Path) -> Iterator[Record]:
-    return records(file, lambda _, number: f"{file}:{number}")
 
 
 def _keys(record: object) -> str:
@@ -114,7 +110,7 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str | None, cou
     """
     roles, announced = set[str](), set[Path]()
     for file in files:
-        for origin, record in _records(file):
+        for origin, record in records(file):
             is_sharegpt = isinstance(record, dict) and "messages" not in record and _SHAREGPT in record
             key = json_key or (_SHAREGPT if is_sharegpt else "messages")
             if key == _SHAREGPT and json_key is None and file not in announced:

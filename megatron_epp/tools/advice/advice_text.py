@@ -146,8 +146,7 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     ruled_out = [(misfit.name, misfit.why) for misfit in advice.refused if misfit.config is None]
     parts = [
         _wrapped(f"{devices}. {batch}; one of {question.context:,} fits too."),
-        f"{1 + len(others)} configurations fit, {len(advice.best)} of them were planned as training would plan them; "
-        f"{len(unfit)} do not fit.",
+        f"Configurations that fit: {1 + len(others)} (planned as in training: {len(advice.best)}); that do not: {len(unfit)}.",
         "\n".join(_table(advice, show)),
         _wrapped(_READ + _REDUCTION.format(format_us(best.parts.reduction_us)) * (best.parts.reduction_us > 0)),
         _wrapped(_plain_text(advice)),

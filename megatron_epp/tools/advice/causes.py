@@ -122,11 +122,6 @@ class StockChoices:
             best = fastest(best, best._replace(step_us=step_us, costs=costs, decisions=copied))
         return best
 
-    def gain(self, whole_us: float, best_us: float) -> tuple[Stock | None, Gain]:
-        """Return Megatron's best, and the gain of plans at the same sizes. Arguments as in `gain_of`."""
-        steps = self.steps()
-        return steps[-1], gain_of((*steps, self.by_chunk(steps[-1])), whole_us, best_us)
-
     def _at(
         self, layout: Layout, problem: Problem, tokens: int, *, first_fit: bool = False, by_chunk: bool = False
     ) -> Stock | None:
@@ -190,6 +185,14 @@ class Gain:
 
     steps_us: tuple[float, ...]
 
+    @staticmethod
+    def of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> Gain:
+        """Return the gain, given the steps before any cause and with the first three.
+
+        `whole_us` is of plans with the vocabulary on the last stage and weight gradients within backwards, `best_us` of all.
+        """
+        return Gain((*(math.inf if step is None else step.step_us for step in steps), whole_us, best_us))
+
     @property
     def factors(self) -> tuple[float, ...]:
         """Speed with each cause over that without it; infinite where nothing fits without it, 1 where nothing fits with it."""
@@ -234,11 +237,3 @@ def without_shards(layout: Layout, problem: Problem, costs_of: CostsOf) -> list[
         return [layout]
     work = LayerWork.of((problem,), costs_of)
     return [plain, work.spread(layout.num_layers, layout.placement)]
-
-
-def gain_of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> Gain:
-    """Return the gain, given the steps before any cause and with the first three.
-
-    `whole_us` is of plans with the vocabulary on the last stage and weight gradients within backwards, `best_us` of all.
-    """
-    return Gain((*(math.inf if step is None else step.step_us for step in steps), whole_us, best_us))

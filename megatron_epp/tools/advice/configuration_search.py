@@ -11,7 +11,7 @@ from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.problem import Share
 from megatron_epp.plan.units import format_gib
 from megatron_epp.tools.advice import judge
-from megatron_epp.tools.advice.causes import Gain, Steps, gain_of
+from megatron_epp.tools.advice.causes import Gain, Steps
 from megatron_epp.tools.advice.judge import Baseline, Judged, Misfit, misfit
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.layouts.layout_choice import choose, least_gain_of_split
@@ -130,7 +130,7 @@ class NothingFitsError(InfeasibleError):
     """No configuration fits. The message names the smallest changes with which one would fit."""
 
 
-def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
+def advise(question: Question, say: Callable[[str], object] = str) -> Advice:
     """Search deterministically, by rough plans without offload where anything fits without. Raises `NothingFitsError`."""
     configs, refused = candidates(question)
     search = _Search(replace(question, options=replace(question.options, offload=False)), say)
@@ -152,7 +152,7 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
 
 
 class _Search:
-    def __init__(self, question: Question, say: Callable[[str], None]) -> None:
+    def __init__(self, question: Question, say: Callable[[str], object]) -> None:
         self.question, self.say = question, say
         self.entries, self.exact, self.refused = list[Judged](), list[Judged](), list[Misfit]()
         self.steps, self._shares = dict[Configuration, Steps](), dict[int, tuple[Share, ...]]()
@@ -238,7 +238,7 @@ class _Search:
                 again.append(Baseline(sizes.with_layout(stock.layout), stock))
         by_chunk = min(filter(None, again), key=lambda each: each.stock.step_us, default=None)
         stocks = [None if each is None else each.stock for each in (*firsts, by_chunk)]
-        return packed, gain_of(stocks, judge.step_without_shards_us(question, best), best.parts.step_us)
+        return packed, Gain.of(stocks, judge.step_without_shards_us(question, best), best.parts.step_us)
 
     def _refuse(self, config: Configuration, error: InfeasibleError) -> None:
         needed, cap = error.least_cap_bytes, self.question.cap_bytes

@@ -30,12 +30,12 @@ from megatron_epp.tools.advice.question import Configuration, Question, Sharing
 from megatron_epp.tools.cli import planning_flags
 from megatron_epp.tools.cli.lengths import SOURCES, drawn, is_distribution, sampled
 from megatron_epp.tools.cli.planning_flags import flags_of, of_model
-from megatron_epp.tools.cli.terminal import PROGRAM, Command, Parser, add_output, progress, say
+from megatron_epp.tools.cli.terminal import PROGRAM, Parser, add_output, progress, say
 from megatron_epp.tools.formulas import Profile
 from megatron_epp.tools.formulas.library import check_formulas, load_costs, load_flags
 from megatron_epp.tools.report.text import format_us
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatron-epp train`
   megatron-epp advise --model llama3-8b --cluster h100x8 --devices 64 --lengths wikipedia \\
     --context 131072 -o recipe.yaml
@@ -95,9 +95,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     question = question_of(args)
     check_devices(question)
-    where = [""]
-    with progress("advising", lambda: where[0]):
-        advice = advise(question, lambda so_far: where.__setitem__(0, so_far))
+    with progress("advising") as note:
+        advice = advise(question, note)
     best = advice.best[0]
     if args.json:
         settings = {
@@ -137,16 +136,8 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
     config, lengths = best.config, [",".join(map(str, best.plan.lengths))]
     if is_distribution(args.lengths) and config.data == 1:
         lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
-    rows = [
-        ROWS[name]
-        for name in (
-            *planning_flags.SHAPE_FLAGS,
-            *planning_flags.FP8_FLAGS,
-            *planning_flags.OPTIMIZER_FLAGS,
-            "trained_parameters",
-        )
-    ]
-    flags: dict[str, Any] = {row.short_dest: getattr(args, row.short_dest) for row in rows}
+    names = *planning_flags.SHAPE_FLAGS, *planning_flags.FP8_FLAGS, *planning_flags.OPTIMIZER_FLAGS, "trained_parameters"
+    flags: dict[str, Any] = {(dest := ROWS[name].short_dest): getattr(args, dest) for name in names}
     layout = ("" if config.virtual == 1 else f"{config.placement}:") + ",".join(f"{count:g}" for count in config.layers)
     flags |= {"context": question.context, "cluster": args.cluster, "attention_kernel": args.attention_kernel}
     flags |= {"devices": question.devices, "stages": config.pipeline, "layout": layout}
@@ -212,7 +203,3 @@ def _measured(name: str, question: Question) -> tuple[Sharing, Profile]:
             here = f"the model here has {shape_here[key]}: measure it, or give the model that was measured"
             raise EppError(f"--costs {name} was measured with {key} {brief(value)}, and {here}")
     return (tensor, context, expert, sharing), profile
-
-
-_PURPOSE = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"
-COMMAND = Command("advise", _PURPOSE, add_arguments, run, _EXAMPLE)

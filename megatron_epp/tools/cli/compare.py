@@ -27,13 +27,13 @@ from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, chosen_layout, 
 from megatron_epp.tools.cli.lengths import batches_of
 from megatron_epp.tools.cli.planning_flags import costs_source, problem_of, token_multiple
 from megatron_epp.tools.cli.schedules import ALL, layout_at, usual
-from megatron_epp.tools.cli.terminal import Command, Parser, is_page, progress, say
+from megatron_epp.tools.cli.terminal import Parser, is_page, progress, say
 from megatron_epp.tools.formulas import Profile
 from megatron_epp.tools.report.gantt import save_picture, side_by_side
 from megatron_epp.tools.report.page.html import Shown, save_page
 from megatron_epp.tools.report.text import comparison
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: 512 documents like Wikipedia's on eight stages, and a picture of all plans
   megatron-epp compare --lengths wikipedia --model llama3-8b --cluster h100x8 --stages 8 \\
     --context 65536 -o compared.png
@@ -153,11 +153,8 @@ def _entry(batch: Batch, name: str, size: int | None) -> Entry:
             split, offload = options.split_weight or known.splits_weight, options.offload or known.offloads
             options = replace(options, split_weight=split, offload=offload)
         with terminal.latest_message(terminal.EXACT_PLANNER_LOG) as latest:
-            problem, costs = (
-                problem_of(args, lengths, layout.placement),
-                planning_flags.costs_of(args, lengths, layout, batch.longest),
-            )
-            planned, refusal = plan(problem, costs, options), ""
+            costs = planning_flags.costs_of(args, lengths, layout, batch.longest)
+            planned, refusal = plan(problem_of(args, lengths, layout.placement), costs, options), ""
     except EppError as error:
         planned, refusal = None, error.text(names_of(args.parser))
     note = "" if planned is None else latest()
@@ -196,7 +193,8 @@ def _gain(batch: Batch) -> StockGain:
         counts=STAGES_PER_RANK if chosen.choice is not None or layout.placement.num_chunks > 1 else (1,),
         layouts=(layout,),
     )
-    return choices.gain(whole_us, best_us)
+    steps = choices.steps()
+    return steps[-1], Gain.of((*steps, choices.by_chunk(steps[-1])), whole_us, best_us)
 
 
 def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
@@ -232,7 +230,3 @@ def _row(batch: Batch, entry: Entry, gain: StockGain) -> dict[str, Any]:
     row |= {name: getattr(predicted, name) for name in ("lower_bound_us", "bubble_fraction", "peak_bytes")}
     row |= {"cap_bytes": entry.plan.cap_bytes, "recompute_share": recompute_share(entry.plan), "chunks": len(entry.plan.chunks)}
     return row | ({"gain": gain[1].as_json()} if gain is not None and entry.planner == "greedy" else {})
-
-
-_PURPOSE = "plan batches with several planners and print them side by side"
-COMMAND = Command("compare", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -20,13 +20,13 @@ from megatron_epp.mcore import releases
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import one_line
 from megatron_epp.tools.cli import measure_profile
-from megatron_epp.tools.cli.terminal import Command, Parser, progress, say
+from megatron_epp.tools.cli.terminal import Parser, progress, say
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 _CHANNELS = (64, 128, 256)  # common head dimensions (channels per head), for which kernels are checked
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: in a job script, before anything is started
   megatron-epp doctor || exit 1
 measure a model's parts here, and plan with what was measured
@@ -49,26 +49,28 @@ class Finding:
 
 class _Library(NamedTuple):
     name: str
-    requirement: str  # its installed name with known versions
+    distribution: str  # its installed name
+    least: str  # version from which on it is known to work
     module: str  # to import
     use: str
     install: str
     status: str = WARNING  # of its absence
+    needs_gpu: bool = False
 
 
-_TORCH = _Library("torch", "torch>=2.6", "torch", "everything that trains", 'pip install "torch>=2.6"', PROBLEM)
-_NUMBA = _Library("numba", "numba>=0.60", "numba", "the planner's inner loops, compiled", "pip install 'megatron-epp[fast]'")
-_GPU_LIBRARIES = (
-    _Library(
-        *("Transformer Engine", "transformer-engine>=2", "transformer_engine.pytorch"),
-        "Megatron's default layers and cuDNN's attention",
-        "pip install 'megatron-epp[te]', or train with --transformer-impl local",
-    ),
-    _Library(
-        *("NVIDIA Apex", "apex>=0", "amp_C"),  # one of its extensions: a package called apex may be something else
-        "fused Adam and --gradient-accumulation-fusion",
-        "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . in a checkout of github.com/NVIDIA/apex",
-    ),
+_TORCH = _Library("torch", "torch", "2.6", "torch", "everything that trains", 'pip install "torch>=2.6"', PROBLEM)
+_NUMBA = _Library("numba", "numba", "0.60", "numba", "the planner's inner loops, compiled", "pip install 'megatron-epp[fast]'")
+_ENGINE = _Library(
+    *("Transformer Engine", "transformer-engine", "2", "transformer_engine.pytorch"),
+    "Megatron's default layers and cuDNN's attention",
+    "pip install 'megatron-epp[te]', or train with --transformer-impl local",
+    needs_gpu=True,
+)
+_APEX = _Library(
+    *("NVIDIA Apex", "apex", "0", "amp_C"),  # one of its extensions: a package called apex may be something else
+    "fused Adam and --gradient-accumulation-fusion",
+    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . in a checkout of github.com/NVIDIA/apex",
+    needs_gpu=True,
 )
 
 
@@ -107,9 +109,7 @@ def look() -> Iterator[Finding]:
     has_gpu = torch is not None and torch.cuda.is_available()
     if torch is not None:
         yield from _gpu(torch, has_gpu)
-    for library in _GPU_LIBRARIES:
-        yield _library(library, is_of_use=has_gpu)
-    yield _library(_NUMBA)
+    yield from (_library(library, has_gpu) for library in (_ENGINE, _APEX, _NUMBA))
     yield from _guarded("megatron-core", _megatron())
     if torch is not None:
         yield from _guarded("attention", _attention(torch, has_gpu))
@@ -132,12 +132,11 @@ def _import_error(module: str) -> Exception | None:
     return None
 
 
-def _library(library: _Library, is_of_use: bool = True) -> Finding:
+def _library(library: _Library, has_gpu: bool = False) -> Finding:
     from packaging.version import Version
 
-    distribution, _, least = library.requirement.partition(">=")
-    version, versions = version_of(distribution), f">={least}"
-    if not is_of_use:
+    version = version_of(library.distribution)
+    if library.needs_gpu and not has_gpu:
         return Finding(library.name, OK, f"{version or 'not found'}; it needs a GPU to be of use")
     if importlib.util.find_spec(library.module.partition(".")[0]) is None:
         return Finding(library.name, library.status, f"not found; it is for {library.use}", library.install)
@@ -151,9 +150,9 @@ def _library(library: _Library, is_of_use: bool = True) -> Finding:
     if version is None:
         return Finding(library.name, OK, "found, of an unknown version")
     # NVIDIA's containers have builds from before a release: torch 2.6.0a0+... is as good as 2.6.
-    if not any(releases.matches(name, versions) for name in (version, Version(version).base_version)):
-        return Finding(library.name, library.status, f"{version}, outside {versions}", library.install)
-    return Finding(library.name, OK, f"{version} ({versions})")
+    if Version(version).release < Version(library.least).release:
+        return Finding(library.name, library.status, f"{version}, outside >={library.least}", library.install)
+    return Finding(library.name, OK, f"{version} (>={library.least})")
 
 
 def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
@@ -214,17 +213,13 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
     version = version_of("torch") or "0.0"
     name, setting = allocator_setting(environment, version)
-    wastes = has_gpu and not segments_expand(environment, version)
-    name = allocator_setting({}, version)[0] if wastes else name
+    if wastes := has_gpu and not segments_expand(environment, version):
+        name, _ = allocator_setting({}, version)
     todo = f"export {name}={EXPANDABLE}: chunks differ in size, and fixed segments leave gaps"
     yield Finding(name, WARNING if wastes else OK, "not set" if setting is None else setting, todo * wastes)
     if (value := environment.get(TF32, "0")) != "0":
         yield Finding(TF32, OK, f"{value}: fp32 matrices are multiplied in TF32, with errors of 3e-4 (0 to compare in fp32)")
-    name, value = "CUDA_DEVICE_MAX_CONNECTIONS", environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "not set"
+    value = environment.get(name := "CUDA_DEVICE_MAX_CONNECTIONS") or "not set"
     several = has_gpu and value != "1"
     todo = f"export {name}=1: Megatron asks for it with tensor or context parallelism before Blackwell"
     yield Finding(name, WARNING if several else OK, value, todo * several)
-
-
-_PURPOSE = "say what this machine has, lacks and should change to train (exit code 1: it cannot); or measure it"
-COMMAND = Command("doctor", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -22,8 +22,7 @@ from megatron_epp.tools.cli.planning_flags import costs_by, costs_of, costs_sour
 from megatron_epp.tools.cli.terminal import PROGRAM, progress, tell
 from megatron_epp.tools.formulas import Profile
 from megatron_epp.tools.formulas.library import balanced_layers
-from megatron_epp.tools.layouts.defaults import WholeLogits, settle
-from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample
+from megatron_epp.tools.layouts.layout_choice import LayoutChoice, Sample, WholeLogits, settle
 from megatron_epp.tools.report.text import format_us
 
 AUTO, BALANCED, EVEN = "auto", "balanced", "even"
@@ -126,15 +125,15 @@ def chosen_layout(
         if several or opens_weights:
             try:
                 with progress("choosing the layout" if several else "choosing about weight gradients"):
-                    settled = settle(
+                    searched, answer = settle(
                         sample,
                         tensor_ranks=flags.get("tensor_model_parallel_size") or 1,
                         opens_weights=opens_weights,
                         layouts=() if searches else layouts,
                         logits=_whole_logits(args, source, longest) if searches else None,
                     )
-                layout, splits, choice = settled.layout, settled.splits_weight, settled.choice if several else None
-                args.loss_block_tokens = 0 if settled.has_whole_logits else args.loss_block_tokens
+                layout, splits, choice = answer.layout, answer.splits_weights, searched if several else None
+                args.loss_block_tokens = 0 if answer.has_whole_logits else args.loss_block_tokens
             except InfeasibleError:
                 if text == AUTO:  # otherwise its plan says what is missing
                     raise

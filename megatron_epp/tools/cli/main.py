@@ -14,21 +14,31 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import megatron_epp
 from megatron_epp.plan.errors import EppError
-from megatron_epp.tools.cli.terminal import ERROR, PROGRAM, Command, Parser, help_width, say, tell, tell_error
+from megatron_epp.tools.cli.terminal import ERROR, PROGRAM, Parser, help_width, say, tell, tell_error
 
-_LISTED = ("plan", "show", "compare", "advise", "prepare", "train", "doctor", "first-run")
-MODULES = {
-    **{name: f"megatron_epp.tools.cli.{name.replace('-', '_')}" for name in (*_LISTED, "schedules")},
+PURPOSES = {
+    "plan": "make a plan for a batch of sequence lengths and print its summary",
+    "show": "show a plan, and a run of it, as text, page, picture or trace; prove it; print its times",
+    "compare": "plan batches with several planners and print them side by side",
+    "advise": "search parallel sizes for a model, a cluster and lengths, and say why the others lose",
+    "prepare": "make Megatron .bin/.idx files of folders, JSONL, Parquet, chats or single files (needs torch and Megatron)",
+    "train": "train from YAML settings with Megatron's own loop (needs torch and Megatron)",
+    "doctor": "say what this machine has, lacks and should change to train (exit code 1: it cannot); or measure it",
+    "first-run": "check a machine step by step, from its software to a plan of your lengths, and write a report",
+    "schedules": "list the planners that plans can follow, with their papers",
+    "quickstart": "train a small GPT on uneven documents with Megatron's schedule and with plans (needs torch and Megatron)",
+    "emulate": "run a plan's ranks as processes of this machine, with timed waits for compute (needs torch)",
+}
+"""Commands in the order of the list, and what each is for."""
+_BELOW_THE_LIST = ("schedules", "quickstart", "emulate")
+MODULES = {name: f"megatron_epp.tools.cli.{name.replace('-', '_')}" for name in PURPOSES} | {
     "quickstart": "megatron_epp.contrib.demos.quickstart",
     "emulate": "megatron_epp.contrib.demos.emulate_command",
 }
-"""Modules of commands, in the order of the list; only the module of the command that runs is imported."""
-
-
+"""Modules with a command's `add_arguments`, `run` and `EXAMPLE`; only that of the command that runs is imported."""
 NAMES = {
     "check": ("show", "proof", "prove a plan, or report every violation; exit code 1 when there are any"),
     "simulate": ("show", "times", "simulate a plan and print when each rank works, and the most it holds"),
@@ -36,17 +46,6 @@ NAMES = {
     "profile": ("doctor", "profile", "measure a model's parts on this machine and write a cost profile (needs torch)"),
 }
 """Short names: each of a command with one of its switches, and the purpose of both together."""
-_LAST = """\
-also:
-  check, simulate  short for `show --proof` and `show --times`
-  memory           short for `plan --memory`
-  profile          short for `doctor --profile`
-  schedules        list the planners that plans can follow, with their papers
-  quickstart       demonstration: train a small GPT with Megatron's schedule and with plans
-  emulate          demonstration: run a plan's ranks as processes, with timed waits for compute
-
-`megatron-epp COMMAND --help` lists a command's options.
-"""
 _HELP = frozenset({"-h", "--help", "--help-all"})
 _UNFORESEEN = 70
 _TRAINS = ("torch", "megatron", "omegaconf")
@@ -58,10 +57,10 @@ _REPORT = "a fault of megatron-epp: run it again with --debug, and report what i
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors print one or two lines on stderr, a traceback only with ``--debug``."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or not _HELP.isdisjoint(argv):
+    if not _HELP.isdisjoint(argv):
         os.environ.setdefault(megatron_epp.COMPILED_VARIABLE, "0")  # help compiles nothing, and importing numba takes long
     named = next((word for word in argv if not word.startswith("-")), "")
-    parser = _parser([named] if named in (*MODULES, *NAMES) else (*MODULES, *NAMES))
+    parser = _parser([named])
     try:
         args = parser.parse(argv)
         parser = args.parser
@@ -99,34 +98,33 @@ def _refused(error: Exception, parser: Parser) -> int:
     return code
 
 
-def _command(name: str) -> Command:
-    if name in NAMES:
-        own_name, switch, purpose = NAMES[name]
-        return replace(_command(own_name), name=name, purpose=f"{purpose}: short for `{own_name} --{switch}`", example="")
-    command: Command = importlib.import_module(MODULES[name]).COMMAND
-    return command
-
-
 def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
-    known = [_command(name) for name in names]
-    rows = (f"  {command.name:<10} {command.purpose}" for command in known if command.name in _LISTED)
-    listed = [textwrap.fill(row, help_width(), subsequent_indent=" " * 13) for row in rows]
+    """Return the parser of all commands, of which some, by their names, have their flags."""
+    short = {name: f"{purpose}: short for `{own} --{switch}`" for name, (own, switch, purpose) in NAMES.items()}
+    purposes = PURPOSES | short
+    rows = {
+        name: textwrap.fill(f"  {name:<10} {text}", help_width(), subsequent_indent=" " * 13) for name, text in purposes.items()
+    }
+    also = [rows.pop(name) for name in (*_BELOW_THE_LIST, *NAMES)]
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND [options]",
         description="Plan training steps over sequences of very different lengths, prove the plans, look at them, and train "
-        "by them with Megatron-LM.\n\ncommands:\n" + "\n".join(listed),
-        epilog=_LAST,
+        "by them with Megatron-LM.\n\ncommands:\n" + "\n".join(rows.values()),
+        epilog="\n".join(["also:", *also, "", f"`{PROGRAM} COMMAND --help` lists a command's options."]),
     )
     subparsers = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", required=True, help=argparse.SUPPRESS)
-    for command in known:
-        description = f"{command.purpose[0].upper()}{command.purpose[1:]}."
-        added = subparsers.add_parser(command.name, description=description, epilog=command.example)
-        added.set_defaults(run=command.run)
-        command.add_arguments(added)
-        added.add_help_flags()
-        if command.name in NAMES:
-            added.set_defaults(**{NAMES[command.name][1]: True})
+    for name, purpose in purposes.items():
+        added = subparsers.add_parser(name, description=f"{purpose[0].upper()}{purpose[1:]}.")
+        if name in names:
+            module = importlib.import_module(MODULES[NAMES[name][0] if name in NAMES else name])
+            added.set_defaults(run=module.run)
+            module.add_arguments(added)
+            added.add_help_flags()
+            if name in NAMES:
+                added.set_defaults(**{NAMES[name][1]: True})
+            else:
+                added.epilog = module.EXAMPLE
     version = f"{PROGRAM} {megatron_epp.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the version")
     parser.add_help_flags()

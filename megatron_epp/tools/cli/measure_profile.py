@@ -47,7 +47,11 @@ def fit_profile(
     embedding = replace(formula.embedding, forward=lines["embedding forward"], backward=lines["embedding backward"])
     weight = LinearTime() if shape.loss_block_tokens else lines["loss weight"].within(lines["loss backward"])
     head = replace(formula.head, forward=lines["loss forward"], backward=lines["loss backward"], weight=weight)
-    dense = _dense_layer(formula, attention)
+    dense = formula.dense_layer
+    if dense is not None:  # the layer without experts: attention as measured, its MLP by formula
+        mlp = mlp_of(dense, formula.attention)
+        forward, backward = attention.forward + mlp.forward, attention.backward + mlp.backward
+        dense = replace(dense, forward=forward, backward=backward, weight=attention.weight + mlp.weight)
     profile = replace(formula, name=name, attention=attention, dense_layer=dense, layer=layer, embedding=embedding, head=head)
     if link := lines.get("message"):
         profile = replace(profile, message_latency_us=link.fixed_us, message_us_per_byte=link.per_token_us)
@@ -61,15 +65,6 @@ def fit_profile(
         "points": {kind: [list(point) for point in some] for kind, some in points.items()},
     }
     return replace(profile, origin=origin | figures)
-
-
-def _dense_layer(formula: Profile, attention: ModelPart) -> ModelPart | None:
-    """Return the layer without experts of a model that has such layers too: attention as measured, its MLP by formula."""
-    if formula.dense_layer is None:
-        return None
-    mlp = mlp_of(formula.dense_layer, formula.attention)
-    times: dict[str, Any] = {name: getattr(attention, name) + getattr(mlp, name) for name in ("forward", "backward", "weight")}
-    return replace(formula.dense_layer, **times)
 
 
 def _timed(part: ModelPart, share: float, exchange: LinearTime, lines: Mapping[str, LinearTime]) -> ModelPart:
@@ -145,11 +140,10 @@ def _measured(args: argparse.Namespace, shape: ModelShape) -> Profile:
         torch.set_num_threads(1)
     usual = Grid.of(device)
     grid = Grid(args.tokens or usual.tokens, usual.prefixes if args.prefixes is None else args.prefixes)
-    now = ["starting"]
-    with progress("profiling", lambda: now[0]):
-        points = measure(shape, device, grid, lambda kind: now.append(now.pop() and kind))
+    with progress("profiling") as note:
+        points = measure(shape, device, grid, note)
         if device.type == "cpu" or torch.cuda.device_count() > 1:
-            now[0] = "message"
+            note("message")
             points["message"] = measure_link(gpus=device.type == "cuda")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     origin: dict[str, Any] = {

@@ -30,7 +30,7 @@ from megatron_epp.tools.cli import planning_flags, terminal
 from megatron_epp.tools.cli.layout_flag import AUTO, BALANCED, settle_latents
 from megatron_epp.tools.cli.lengths import lengths_of
 from megatron_epp.tools.cli.schedules import chosen_for
-from megatron_epp.tools.cli.terminal import PROGRAM, Command, Parser, is_page, progress, say, tell
+from megatron_epp.tools.cli.terminal import PROGRAM, Parser, is_page, progress, say, tell
 from megatron_epp.tools.report import text as report_text
 from megatron_epp.tools.report.gantt import memory_picture, save_picture
 from megatron_epp.tools.report.page.html import Shown, save_page
@@ -131,7 +131,7 @@ def _others(explanation: Explanation, width: int | None) -> Iterator[str]:
         yield from (part.replace("\xa0", " ") for part in textwrap.wrap(line, width or len(line), subsequent_indent="    "))
 
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
   megatron-epp plan --lengths 1200,88,40961 -o plan.json
 a batch of 512 drawn from a file of lengths
@@ -145,7 +145,7 @@ before a launch, what every rank of 8 GPUs of 80 GB holds, and a picture of it o
 """
 
 
-def _add_plan(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     planning_flags.add_problem(parser)
     add(parser, "planner")
     terminal.add_output(parser, "write the plan as JSON (default: do not)")
@@ -168,7 +168,7 @@ def text_of(plan_of_batch: Plan, args: argparse.Namespace) -> str:
     return report_text.summary(plan_of_batch, None, None) if args.all else report_text.summary(plan_of_batch, args.width)
 
 
-def _plan(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     if args.output and Path(args.output).suffix.lower() in (*terminal.PICTURES, terminal.PAGE):
         drawn = "--memory-out draws its memory, `megatron-epp show` its times"
         raise EppError(f"{args.output}: a plan is written as JSON; {drawn}")
@@ -197,7 +197,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.memory or args.memory_out:
         _report_memory(args, problem, costs, best, refusal)
     else:
-        say(text_of(best, args))
+        say(f"{text_of(best, args)}\n\n{_proof(best)}")
     if args.json:
         return 0
     if (peak := max(best.predicted.peak_bytes)) > _LARGEST_DEVICE_BYTES and all(map(is_unlimited, best.cap_bytes)):
@@ -209,6 +209,13 @@ def _plan(args: argparse.Namespace) -> int:
     if hint and args.layout not in (None, BALANCED, AUTO) and not planning_flags.has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
+
+
+def _proof(best: Plan) -> str:
+    """Return what has been proven of a plan, as of all that planners return (`planner.assemble`)."""
+    num_actions = sum(len(step.actions) for row in best.ranks for step in row)
+    caps = "none has a cap" if all(map(is_unlimited, best.cap_bytes)) else "none exceeds its cap"
+    return f"checked: {num_actions:,} actions, each once and after all that it needs; ranks cannot hang, and {caps}"
 
 
 def _remediable(error: InfeasibleError, args: argparse.Namespace) -> InfeasibleError:
@@ -266,7 +273,3 @@ def _smallest_cap(problem: Problem, costs: Costs, options: Options) -> Plan:
         if not error.least_cap_bytes:
             raise
         return plan(replace(problem, cap_bytes=(error.least_cap_bytes,) * problem.num_ranks), costs, options)
-
-
-_PURPOSE = "make a plan for a batch of sequence lengths and print its summary"
-COMMAND = Command("plan", _PURPOSE, _add_plan, _plan, _EXAMPLE)

@@ -19,7 +19,7 @@ from megatron_epp.mcore.data.inputs import SUFFIXES
 from megatron_epp.mcore.data.prepare import prepare, refuse_existing
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of, flag_words
-from megatron_epp.tools.cli.terminal import Command, Parser, progress, say
+from megatron_epp.tools.cli.terminal import Parser, progress, say
 
 # Flags by name and, where it differs, the field of Megatron's TokenizerConfig that each sets.
 _TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
@@ -116,8 +116,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-_PURPOSE = "make Megatron .bin/.idx files of folders, JSONL, Parquet, chats or single files (needs torch and Megatron)"
-_EXAMPLE = """\
+EXAMPLE = """\
 example: a folder of text files, with the tokenizer of Llama 3
   megatron-epp prepare --input texts --output-prefix documents \\
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B
@@ -125,4 +124,3 @@ conversations, of which the assistant's messages are trained
   megatron-epp prepare --chat --input chats.jsonl --output-prefix chats \\
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B-Instruct
 """
-COMMAND = Command("prepare", _PURPOSE, add_arguments, run, _EXAMPLE)

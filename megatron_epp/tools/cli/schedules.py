@@ -11,12 +11,13 @@ from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.planners import PLANNERS, PlannerEntry
 from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, chosen_layout
 from megatron_epp.tools.cli.planning_flags import costs_source
-from megatron_epp.tools.cli.terminal import Command, help_width, say
+from megatron_epp.tools.cli.terminal import Parser, help_width, say
 from megatron_epp.tools.formulas import Profile
 from megatron_epp.tools.formulas.library import balanced_layers
 from megatron_epp.tools.report.text import table
 
 ALL = "all"
+EXAMPLE = ""
 _LEGEND = """\
 stages: on one rank; V: in a V, the first and the last stage on one rank
 uses: W, gradients of weights as actions of their own; offload, copies to host memory"""
@@ -52,6 +53,10 @@ def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:
     return chosen if layout == chosen.layout else replace(chosen, layout=layout, choice=None)
 
 
+def add_arguments(parser: Parser) -> None:
+    """Add no flags."""
+
+
 def run(_: argparse.Namespace) -> int:
     entries, rows = PLANNERS.entries(), []
     for name, entry in entries.items():
@@ -70,7 +75,3 @@ def _stages(entry: PlannerEntry) -> str:
     if entry.fixed is None:
         return "any" if entry.begins_with_greedy else "any, looped" if entry.interleaves else "1"
     return entry.fixed.stages
-
-
-_PURPOSE = "list the planners that plans can follow, with their papers"
-COMMAND = Command("schedules", _PURPOSE, lambda _: None, run)

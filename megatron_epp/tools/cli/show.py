@@ -29,12 +29,12 @@ from megatron_epp.plan.violation import Violation
 from megatron_epp.plan.writing import write_text
 from megatron_epp.tools.cli import terminal
 from megatron_epp.tools.cli.plan import add_width, text_of
-from megatron_epp.tools.cli.terminal import PROGRAM, Command, Parser, is_page, progress, say, tell
+from megatron_epp.tools.cli.terminal import PROGRAM, Parser, is_page, progress, say, tell
 from megatron_epp.tools.report.gantt import save_gantt
 from megatron_epp.tools.report.page.html import Shown, save_page
 from megatron_epp.tools.report.text import against, format_us, table
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: a page with zoom, memory, and what every idle rank waits for; any browser opens it
   megatron-epp show plan.json -o plan.html
 iteration 3 of a training with --epp-report-dir runs/tiny --epp-trace 3, planned and measured
@@ -42,7 +42,7 @@ iteration 3 of a training with --epp-report-dir runs/tiny --epp-trace 3, planned
 in a script: go on with a sound plan only
   megatron-epp show plan.json --proof || exit 1
 """
-_READERS = {name: f"megatron_epp.contrib.foreign:{name}" for name in ("is_table", "from_table", "launches_of")}
+_READERS = [f"megatron_epp.contrib.foreign:{name}" for name in ("is_table", "from_table", "launches_of")]
 """Functions that read tables that other systems print, imported for a file that is no JSON."""
 
 
@@ -61,34 +61,29 @@ def add_arguments(parser: Parser) -> None:
     switch("--lowered", help="print what each rank issues, in order: actions, copies, sends, receives and reductions")
     run_of_it = "a run of this plan, as training wrote it, to draw next to it (default: none; of a folder, its own)"
     parser.add_argument("--measured", metavar="FILE", help=run_of_it)
-    formats = ".html for a page to explore, .png, .svg or .pdf for a Gantt picture, .json for a trace (for ui.perfetto.dev)"
-    terminal.add_output(parser, f"{formats}, .txt; without it text on the screen")
-    gantt = "write a Gantt picture with the memory of every stage (default: none)"
-    parser.add_argument("--png", type=terminal.picture, metavar="FILE", help=gantt)
-    parser.add_argument(
-        "--trace", type=terminal.output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)"
-    )
+    formats = ".html for a page to explore, .png, .svg or .pdf for a Gantt picture with the memory of every stage, .json for a "
+    formats += "trace (for ui.perfetto.dev), .txt; repeat it for more; without it text on the screen"
+    terminal.add_output(parser, formats, action="append", default=[])
     add_width(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or write what the flags name; return the exit code. Raises `EppError`."""
-    outputs = [path for path in (args.output, args.png, args.trace) if path]
     if args.proof or args.times:
-        if outputs or args.measured:
+        if args.output or args.measured:
             raise EppError(f"{'--proof' if args.proof else '--times'} prints and draws nothing: leave out the other flags")
         return _prove(args.plans) if args.proof else _tell_times(args.plans)
     shown = _shown(args)
-    if len(shown) > 1 and not (outputs and all(map(is_page, outputs))):
+    if len(shown) > 1 and not (args.output and all(map(is_page, args.output))):
         names = ", ".join(view.name for view in shown)
         raise EppError(f"there are several plans ({names}): name one, or write a page of all with -o page{terminal.PAGE}")
     first = shown[0]
     if args.lowered:
         say(to_grid(lower(first.plan)).rstrip())
-    if not outputs and not args.lowered:
+    if not args.output and not args.lowered:
         say(_text(first, args))
     with progress("drawing"):
-        for path in outputs:
+        for path in args.output:
             _write(path, shown, args)
     return 0
 
@@ -128,7 +123,7 @@ def _tell_times(paths: list[str]) -> int:
 def _write(path: str, shown: list[Shown], args: argparse.Namespace) -> None:
     """Write plans to a file whose suffix selects the format, all of them to a page and else the first."""
     first, suffix = shown[0], Path(path).suffix.lower()
-    if path is args.trace or suffix == ".json":
+    if suffix == ".json":
         save_trace(first.plan, path, first.measured)
     elif is_page(path):
         save_page(shown, path)
@@ -183,7 +178,7 @@ def _read(path: str) -> _Proven:
         text = read_text(path)
         if text[:1] == "{":  # most plans are large
             return _Proven(from_json(text))
-        is_table, from_table, launches_of = (resolve_name(where) for where in _READERS.values())
+        is_table, from_table, launches_of = map(resolve_name, _READERS)
         if is_table(path, text):
             return _Proven(from_table(text), launches_of(text), is_table=True)
         if text.strip() and text.lstrip()[0] not in "{[" and not path.endswith(".json"):
@@ -212,7 +207,3 @@ def _contradictions(plan: Plan) -> Iterator[Violation]:
     yield from check_tokens(plan)
     yield from check_presence(plan, columns, listed(plan, columns))
     yield from check_kv_offload(plan)
-
-
-_PURPOSE = "show a plan, and a run of it, as text, page, picture or trace; prove it; print its times"
-COMMAND = Command("show", _PURPOSE, add_arguments, run, _EXAMPLE)

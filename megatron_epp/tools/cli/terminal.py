@@ -17,13 +17,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from megatron_epp.launch.script_flags import SuggestingParser
 from megatron_epp.plan.reading import printable
-from megatron_epp.tools.report.text import clip
 
 PROGRAM = "megatron-epp"
 ERROR = 2  # exit code of a command that ended with an error that it told
@@ -93,16 +91,11 @@ class Parser(SuggestingParser):
         self.usage = self.usage or " ".join(words)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse as `parse_args` does; the subcommand's own parser reports unknown words and what it could not write."""
+        """Parse as `parse_args` does; the subcommand's own parser reports unknown words."""
         args: argparse.Namespace
         args, unknown = self.parse_known_args(argv)
-        command: Parser = args.parser
         if unknown:
-            command.refuse(unknown)
-        for action in command._actions:
-            path, look = getattr(args, action.dest, None), unusable if action.type is output_folder else unwritable
-            if action.type in (output, output_folder, picture, picture_or_page) and path and (why := look(Path(path))):
-                command.error(f"argument {'/'.join(action.option_strings)}: {why}")
+            args.parser.refuse(unknown)
         return args
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
@@ -114,33 +107,30 @@ class Parser(SuggestingParser):
         self.exit(2, f"{printable(f'{self.prog}: error: {message}; see {self.prog} --help')}\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    name: str  # word that selects it
-    purpose: str  # line for the list of commands
-    add_arguments: Callable[[Parser], None]  # adds its flags to a parser
-    run: Callable[[argparse.Namespace], int]  # runs it and returns the exit code
-    example: str = ""  # text below its help
-
-
 def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) -> None:
     settings: dict[str, Any] = {"type": output, "metavar": "FILE", "help": help}
     parser.add_argument("-o", "--output", **settings | changes)
 
 
 def output(text: str) -> str:
-    """Mark an argument as a file to write, which `unwritable` checks beforehand."""
+    """Read the name of a file to write. Refuses one that cannot be written before anything is computed."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder: give a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}; make it first")
     return text
 
 
 def output_folder(text: str) -> str:
-    """Mark an argument as a folder to write to, which `unusable` checks beforehand."""
-    return text
-
-
-def picture(text: str) -> str:
-    if Path(text).suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in {', '.join(PICTURES)}")
+    """Read the name of a folder to write to. Refuses one that cannot be made or written before anything is computed."""
+    there = next(path for path in (Path(text), *Path(text).absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{there} is a file: give a folder")
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written to ({error.strerror}): give another folder") from error
     return text
 
 
@@ -148,29 +138,11 @@ def picture_or_page(text: str) -> str:
     if not is_page(text) and Path(text).suffix.lower() not in PICTURES:
         why = f"{text}: the name ends in {PAGE} for a page, or in {', '.join(PICTURES)} for a picture"
         raise argparse.ArgumentTypeError(why)
-    return text
+    return output(text)
 
 
 def is_page(path: str) -> bool:
     return Path(path).suffix.lower() == PAGE
-
-
-def unwritable(path: Path) -> str:
-    """Return why a file cannot be written, known before anything is computed; empty if it can."""
-    if path.is_dir():
-        return f"{path} is a folder: give a file in it"
-    return "" if path.parent.is_dir() else f"{path}: there is no folder {path.parent}; make it first"
-
-
-def unusable(folder: Path) -> str:
-    """Return why a folder cannot be made or written to, known before anything is computed; empty if it can."""
-    if (there := next(path for path in (folder, *folder.absolute().parents) if path.exists())) and not there.is_dir():
-        return f"{there} is a file: give a folder"
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            return ""
-    except OSError as error:
-        return f"{folder} cannot be written to ({error.strerror}): give another folder"
 
 
 def say(text: str = "", end: str = "\n", *, flush: bool = False) -> None:
@@ -185,17 +157,21 @@ def tell(text: str) -> None:
 
 def tell_error(text: str) -> None:
     """Print an error. Very long lines are truncated."""
-    tell(f"{PROGRAM}: error: " + "\n".join(clip(line, _WIDEST) for line in text.split("\n")))
+    lines = (line if len(line) <= _WIDEST else f"{line[: _WIDEST - 1]}…" for line in text.split("\n"))
+    tell(f"{PROGRAM}: error: " + "\n".join(lines))
 
 
 @contextmanager
-def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
-    """Show what the body does, for how long, and how far it has got, if it takes more than two seconds."""
-    done = threading.Event()
-    thread = threading.Thread(target=_report, args=(what, detail, done), daemon=True)
+def progress(what: str, detail: Callable[[], str] | None = None) -> Iterator[Callable[[str], object]]:
+    """Show what the body does, for how long, and how far it has got, if it takes more than two seconds.
+
+    How far is what `detail` returns, or without it, what the function that is yielded was last called with.
+    """
+    done, notes = threading.Event(), deque([""], maxlen=1)
+    thread = threading.Thread(target=_report, args=(what, detail or (lambda: notes[-1]), done), daemon=True)
     thread.start()
     try:
-        yield
+        yield notes.append
     finally:
         done.set()
         thread.join()

@@ -23,7 +23,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming_file
 from megatron_epp.plan.writing import write_text
 from megatron_epp.plan.yaml_files import find
-from megatron_epp.tools.cli.terminal import Command, Parser, progress, say, tell
+from megatron_epp.tools.cli.terminal import Parser, progress, say, tell
 from megatron_epp.tools.launch.runs import OURS
 from megatron_epp.tools.launch.torchrun import LOG_VARIABLE
 
@@ -91,7 +91,7 @@ def versions() -> dict[str, str | None]:
     return own | {package: version_of(package) for package in PACKAGES}
 
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: two iterations of a tiny model on two CPU processes
   megatron-epp train -c recipes/tiny-cpu train_iters=2 data_path=documents
 see what would run, without running it
@@ -164,7 +164,3 @@ def _processes(settings: Settings) -> int:
     if ranks % nodes:
         raise EppError(f"a replica's {ranks} ranks do not divide over {nodes} nodes: set launch.processes_per_node")
     return ranks // nodes
-
-
-_PURPOSE = "train from YAML settings with Megatron's own loop (needs torch and Megatron)"
-COMMAND = Command("train", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -19,7 +19,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import NO_TIME, LinearTime, ModeCosts
 from megatron_epp.plan import EppError
 from megatron_epp.plan.sizing import loss_workspace_bytes
-from megatron_epp.tools.formulas.device import least_working_bytes_per_token, shard_bytes
+from megatron_epp.tools.formulas.device import shard_bytes
 from megatron_epp.tools.formulas.hardware import Rates
 from megatron_epp.tools.formulas.model_shape import RECURRENT, Exchange, ModelShape, RecurrentShape
 from megatron_epp.tools.formulas.profile import ModelPart, Profile, mean_of, mlp_of
@@ -31,9 +31,11 @@ _WEIGHT_LAUNCHES, _ATTENTION_LAUNCHES, _ROUTED_LAUNCHES = 0.3, 0.6, 2.5
 experts as a multiple of a dense layer; by counts of dispatched operations, whose times are those of `H100_NODE`."""
 _HEAD_LAUNCHES, _EMBEDDING_LAUNCHES = 0.5, 0.1  # time of launching a head and an embedding as shares of a layer's. Assumed.
 _OF_LATENTS = ("kv_bytes_per_token", "kv_heads", "queries_per_key", "expanded_bytes_per_token", "expanded_heads")
+_OF_CASTS = ("cast_bytes", "uncast_bytes_per_token", "least_working_bytes_per_token")
 _OF_SHAPE = (
     *("num_layers", "dense_layers", "predictions", "queries_per_key", "expanded_bytes_per_token", "expanded_heads"),
     *("hidden_bytes_per_token", "exchange_bytes_per_token"),
+    *_OF_CASTS,
 )
 """Fields of a profile that are properties of the shape under the same names."""
 
@@ -89,14 +91,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         context_exchange_us=context_exchange_us(shape, rates),
         shards=shard_bytes(shape),
         **of_shape,
-        **_of_casts(shape),
     )
-
-
-def _of_casts(shape: ModelShape) -> dict[str, Any]:
-    cast_bytes = 0.0 if shape.casts is None else shape.casts.weight_bytes
-    least = {"least_working_bytes_per_token": least_working_bytes_per_token(shape)}
-    return {"cast_bytes": cast_bytes, "uncast_bytes_per_token": shape.uncast_bytes_per_token} | least
 
 
 def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Profile:
@@ -109,7 +104,8 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
     if measured.dense_layers != shape.dense_layers:
         counts = len(measured.dense_layers), len(shape.dense_layers)
         raise EppError(f"the profile has {counts[0]} layers without experts, and the model {counts[1]}: measure it again")
-    measured = replace(measured, **_of_casts(shape))
+    of_casts: dict[str, Any] = {name: getattr(shape, name) for name in _OF_CASTS}
+    measured = replace(measured, **of_casts)
     if not shape.relays_latents:
         return measured
     formula, made_us = analytic_profile(shape, rates), expansion_line(shape, rates).per_token_us

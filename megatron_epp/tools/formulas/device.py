@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from megatron_epp.cost.blocks import HEAD, LAYER, PREDICTION
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
@@ -13,14 +14,23 @@ from megatron_epp.plan.sizing import FP32_BYTES
 from megatron_epp.tools.formulas.model_shape import ModelShape
 
 
+class MoreBytes(Protocol):
+    """Bytes per token that are held besides what a layer keeps, as a `Profile` or a `ModelShape` has them."""
+
+    @property
+    def exchange_bytes_per_token(self) -> float: ...
+    @property
+    def uncast_bytes_per_token(self) -> float: ...
+    @property
+    def least_working_bytes_per_token(self) -> float: ...
+
+
 def on_device(
     costs: PipelineCosts,
     fragmentation_share: float | None = None,
     *,
     buffers: Sequence[int] | None = None,
-    exchange_bytes_per_token: float = 0.0,
-    uncast_bytes_per_token: float = 0.0,
-    least_working_bytes_per_token: float = 0.0,
+    held: MoreBytes | None = None,
 ) -> PipelineCosts:
     """Add the device memory that is used in addition to the tensors that autograd keeps, which the costs have.
 
@@ -38,8 +48,8 @@ def on_device(
         static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
         running = (stage.layers,) if stage.num_layers else stage.inner
         working = max((block.full_bytes_per_token or block.bytes_per_token for block in running), default=0.0)
-        if running:
-            working = max(working + uncast_bytes_per_token, least_working_bytes_per_token)
+        if running and held is not None:
+            working = max(working + held.uncast_bytes_per_token, held.least_working_bytes_per_token)
         stage = stage.changed(LAYER, PREDICTION, working_bytes_per_token=working)
         for head in (block for block in stage.ends if block.kind == HEAD and not block.workspace_bytes):
             stage = stage.changed(HEAD, working_bytes_per_token=head.bytes_per_token / 2)
@@ -49,16 +59,8 @@ def on_device(
         stages=tuple(stages),
         fragmentation_share=FRAGMENTATION_SHARE if fragmentation_share is None else fragmentation_share,
         message_bytes_per_token=costs.hidden_bytes_per_token,
-        exchange_bytes_per_token=exchange_bytes_per_token,
+        exchange_bytes_per_token=0.0 if held is None else held.exchange_bytes_per_token,
     )
-
-
-def least_working_bytes_per_token(shape: ModelShape) -> float:
-    """Bytes that some layer of a model holds while it runs, besides what it keeps, where these may be more than it keeps."""
-    if shape.mamba is None:
-        return shape.dispatched_bytes_per_token
-    recurrence = shape.mamba.gradient_bytes(shape.bytes_per_value) / shape.ranks
-    return max(shape.dispatched_bytes_per_token, recurrence + shape.hidden_bytes_per_token)  # and the stream's gradient
 
 
 def shard_bytes(shape: ModelShape, *, fused_accumulation: bool = False) -> ShardBytes:

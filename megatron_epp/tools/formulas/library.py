@@ -110,11 +110,8 @@ def load_cluster(name: str) -> Cluster:
 def load_costs(name: str) -> Profile | PipelineCosts:
     """Read a file of `megatron-epp profile`, or the costs of a whole pipeline, as a training that learnt them has kept them.
 
-    A profile is of layers: its method `costs` makes those of a pipeline, given the layers of every stage.
-
-    Raises:
-        EppError: there is no such file, it is neither a profile nor the costs of a pipeline, or these were learnt from a
-            script's own microbatches, which are never sliced.
+    A profile is of layers: its method `costs` makes those of a pipeline, given the layers of every stage. Raises `EppError` if
+    there is no such file, it is neither, or has costs learnt from a script's own microbatches, which are never sliced.
     """
     path = find("profiles", name)
     with naming_file(path):

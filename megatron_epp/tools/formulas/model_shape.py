@@ -177,6 +177,19 @@ class ModelShape(LayerSizes):
         return max(self.saved_bytes_per_token, 0.0 if self.dense is None else self.dense.saved_bytes_per_token)
 
     @property
+    def least_working_bytes_per_token(self) -> float:
+        """Bytes that some layer of the model holds while it runs besides what it keeps, where these may be more than that."""
+        if self.mamba is None:
+            return self.dispatched_bytes_per_token
+        recurrence = self.mamba.gradient_bytes(self.bytes_per_value) / self.ranks
+        return max(self.dispatched_bytes_per_token, recurrence + self.hidden_bytes_per_token)  # and the stream's gradient
+
+    @property
+    def cast_bytes(self) -> float:
+        """Bytes of the casts to FP8 of a parameter of a layer."""
+        return 0.0 if self.casts is None else self.casts.weight_bytes
+
+    @property
     def mixer_bytes_per_token(self) -> float:
         """Bytes kept by attention behind its norm; context-parallel ranks keep its output by heads and tokens."""
         width = self._attended_width + self._latents + (self.output_width if self.context_parallel > 1 else 0)

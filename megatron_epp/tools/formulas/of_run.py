@@ -16,13 +16,12 @@ from megatron_epp.planner.latents_choice import LatentsChoice, LatentsTrial, cho
 from megatron_epp.port.run_facts import AttentionSizes, CostsFile, LayoutAnswer, LayoutQuestion, RunFacts
 from megatron_epp.tools.formulas import parameters
 from megatron_epp.tools.formulas.analytic import profile_for
-from megatron_epp.tools.formulas.device import least_working_bytes_per_token, on_device, shard_bytes
+from megatron_epp.tools.formulas.device import on_device, shard_bytes
 from megatron_epp.tools.formulas.hardware import CPU, H100_NODE
 from megatron_epp.tools.formulas.library import balanced_layers, load_costs, shape_of
 from megatron_epp.tools.formulas.model_shape import ModelShape
 from megatron_epp.tools.formulas.profile import Profile
-from megatron_epp.tools.layouts.defaults import settle
-from megatron_epp.tools.layouts.layout_choice import Sample
+from megatron_epp.tools.layouts.layout_choice import Sample, settle
 
 
 def attention_sizes(facts: RunFacts) -> AttentionSizes:
@@ -89,14 +88,7 @@ def with_device_memory(facts: RunFacts, costs: PipelineCosts, buffers: Sequence[
         costs = replace(costs, vocabulary=replace(costs.vocabulary, **asdict(held)))
     if facts.kernel is None:
         return costs if share is None else replace(costs, fragmentation_share=share)
-    return on_device(
-        costs,
-        share,
-        buffers=buffers,
-        exchange_bytes_per_token=shape.exchange_bytes_per_token,
-        uncast_bytes_per_token=shape.uncast_bytes_per_token,
-        least_working_bytes_per_token=least_working_bytes_per_token(shape),
-    )
+    return on_device(costs, share, buffers=buffers, held=shape)
 
 
 # ---- before there is a model -----------------------------------------------------------------------------------------
@@ -150,8 +142,7 @@ def choose_layout(facts: RunFacts, file: CostsFile | None, asked: LayoutQuestion
         whole = replace(facts.changed(epp_loss_block_tokens=0), loss_block_tokens=0)
         logits = partial(costs_of_layout, whole, profile_for_search(whole)), asked.longest
     tensor_ranks = facts.flags["tensor_model_parallel_size"]
-    settled = settle(sample, tensor_ranks=tensor_ranks, opens_weights=asked.opens_weights, layouts=layouts, logits=logits)
-    return LayoutAnswer(settled.layout, settled.splits_weight, settled.has_whole_logits, settled.gain)
+    return settle(sample, tensor_ranks=tensor_ranks, opens_weights=asked.opens_weights, layouts=layouts, logits=logits)[1]
 
 
 def choose_latents_of(facts: RunFacts, file: CostsFile | None, asked: LayoutQuestion) -> LatentsChoice:

@@ -151,14 +151,7 @@ class Profile:
     ) -> PipelineCosts:
         """Costs of the stages of a layout (`costs`) with the device memory that autograd does not keep (`on_device`)."""
         costs = self.costs(layout.layers, optimizer=optimizer, replicas=replicas, vocabulary_shares=layout.vocabulary_shares)
-        return on_device(
-            costs,
-            fragmentation_share,
-            buffers=self.gradient_buffers(len(layout.layers)),
-            exchange_bytes_per_token=self.exchange_bytes_per_token,
-            uncast_bytes_per_token=self.uncast_bytes_per_token,
-            least_working_bytes_per_token=self.least_working_bytes_per_token,
-        )
+        return on_device(costs, fragmentation_share, buffers=self.gradient_buffers(len(layout.layers)), held=self)
 
     def training(self, share: float) -> Profile:
         """Return the costs if only a share of all parameters train: backwards compute that share of weight gradients."""

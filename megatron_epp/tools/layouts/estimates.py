@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
@@ -22,11 +23,7 @@ class Estimates:
 
     def __init__(self, batches: Sequence[Problem], costs_of: CostsOf, options: Options, floors: LayerWork) -> None:
         self.batches, self.costs_of, self.options, self.floors = batches, costs_of, options, floors
-        self._known: dict[tuple[Layout, int, tuple[int, ...]], Estimate | None] = {}
-
-    @property
-    def layouts(self) -> set[Layout]:
-        return {layout for layout, _, _ in self._known}
+        self._with_grains = cache(self._estimated)
 
     def batch_us(self, layout: Layout, number: int) -> float:
         """Estimate the makespan of one batch; infinite where no estimate fits the caps, though a plan may."""
@@ -66,15 +63,12 @@ class Estimates:
     def _like(self, layout: Layout, number: int, grain: int | None) -> Estimate | None:
         return self._widely(layout, number) if grain is None else self._with_grains(layout, number, (grain,))
 
-    def _with_grains(self, layout: Layout, number: int, grains: tuple[int, ...]) -> Estimate | None:
-        key = layout, number, grains
-        if key not in self._known:
-            problem = replace(self.batches[number], placement=layout.placement.rank_of)
-            try:
-                self._known[key] = estimate(problem, self.costs_of(layout), self.options, grains)
-            except InfeasibleError:
-                self._known[key] = None
-        return self._known[key]
+    def _estimated(self, layout: Layout, number: int, grains: tuple[int, ...]) -> Estimate | None:
+        problem = replace(self.batches[number], placement=layout.placement.rank_of)
+        try:
+            return estimate(problem, self.costs_of(layout), self.options, grains)
+        except InfeasibleError:
+            return None
 
 
 def _time_us(estimate: Estimate | None) -> float:

@@ -46,7 +46,7 @@ class Grid:
         return Grid((64, 128, 256, 512, 1024), (0, 512, 2048))
 
 
-def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
+def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], object]) -> Points:
     """Measure the parts of a model at the sizes of a grid; `note` is called with the kind of each. Returns points by kind.
 
     Kinds are ``linear``, ``attention``, ``loss`` and ``embedding``, each ``forward`` and so on, and ``host copy``.

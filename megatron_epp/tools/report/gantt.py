@@ -34,8 +34,8 @@ _RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9
 """Colours of curves, one per rank; curves of more ranks have shades of one colour."""
 _ALL_LANES_INCHES = 9.0  # height of all lanes together, as long as lanes stay legible
 _LANE_INCHES = (0.16, 0.4)  # least and largest height of a lane
-WIDTH_INCHES = 15.0
-DPI = 150
+_WIDTH_INCHES = 15.0
+_DPI = 150
 _LANE = 0.84  # height of a rank's lane; the lanes are 1 apart
 _COPY_LANE = 0.2
 _TEXT_POINTS = (8.0, 5.0)
@@ -43,7 +43,6 @@ _MANY_SECONDS = 10  # seconds of an iteration from which its time axis is in sec
 _ROOMY_PIXELS = 10  # average width of a box, in pixels, above which white edges are distinguishable from bubbles
 _WHOLE_STRENGTH, _SLICE_STRENGTH = 0.4, 1.0  # strength of the colours of chunks of whole sequences, and of chunks with a slice
 _KINDS = {_SLICE_STRENGTH: "slice of a long sequence", _WHOLE_STRENGTH: "whole sequences"}
-_MEMORY_WIDTH_INCHES, _MEMORY_DPI = 14.0, 120
 _STATIC = ("#114455", "#EEBB88", "#666633", "#99DDCC", "#663333", "#BBDDFF", "#443300", "#889955")
 """Colours of static items, in their order: dull ones, dark and light by turns."""
 _VARYING = (
@@ -64,11 +63,12 @@ def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
     """Draw the plan, the run and planned live bytes, on one time axis if near. Raises `EppError` without matplotlib."""
     timeline = simulate(plan)
     own_axes = measured is not None and far_from(plan, measured)
-    planned = f"planned: {_figures(timeline)}{calibration(plan)}"
+    planned = f"planned: makespan {format_us(timeline.makespan_us)}, bubble {timeline.bubble_fraction:.1%}{calibration(plan)}"
     rows = [_Row(planned, plan, planned_boxes(timeline), timeline.makespan_us)]
     if measured is not None:
         ratio = measured.makespan_us / timeline.makespan_us if timeline.makespan_us else 1.0
-        took = f"measured: {_figures(measured)}, {ratio:.2f} times as planned{', on a time axis of its own' * own_axes}"
+        took = f"measured: makespan {format_us(measured.makespan_us)}, bubble {measured.bubble_fraction:.1%}, "
+        took += f"{ratio:.2f} times as planned{', on a time axis of its own' * own_axes}"
         rows.append(_Row(took, plan, measured_boxes(plan, measured), measured.makespan_us))
     title = f"{batch_text(plan)}, {len(plan.chunks)} chunks, {_pipeline(plan)}, planner {printable(plan.planner)}"
     figure, axes = _figure_of(rows, title, _MEMORY_INCHES, own_axes)
@@ -78,10 +78,6 @@ def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
 
 def _pipeline(plan: Plan) -> str:
     return f"{plan.num_stages} stages on {plan.num_ranks} ranks"
-
-
-def _figures(run: Timeline | Measured) -> str:
-    return f"makespan {format_us(run.makespan_us)}, bubble {run.bubble_fraction:.1%}"
 
 
 def save_gantt(plan: Plan, path: str | Path, measured: Measured | None = None) -> None:
@@ -119,18 +115,17 @@ def _figure_of(
     least, most = _LANE_INCHES
     lane_inches = max(least, min(most, _ALL_LANES_INCHES / sum(row.plan.num_ranks for row in rows)))
     heights = [max(lane_inches * row.plan.num_ranks, 0.6) for row in rows] + [below_inches] * (below_inches > 0)
-    size_inches = WIDTH_INCHES, sum(heights) + 0.35 * len(heights) + 1.1
-    figure, axes = new_figure(size_inches, DPI, len(heights), height_ratios=heights)
+    figure, axes = _new_figure(sum(heights) + 0.35 * len(heights) + 1.1, len(heights), height_ratios=heights)
     longest_us = max(row.makespan_us for row in rows) or 1.0
     for number, (axis, row) in enumerate(zip(axes, [*rows, rows[0]], strict=False)):
         length_us = row.makespan_us or 1.0 if own_axes else longest_us
         axis.set_xlim(0.0, length_us / 1e3)
         if own_axes or axis is axes[-1]:
-            label_time(axis, length_us)
+            _label_time(axis, length_us)
         else:
             axis.tick_params(axis="x", labelbottom=False)
         if number < len(rows):
-            draw_lanes(axis, row.plan, row.boxes, length_us)
+            _draw_lanes(axis, row.plan, row.boxes, length_us)
             axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
             axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
     figure.suptitle(title, fontsize=11, parse_math=False)
@@ -138,19 +133,19 @@ def _figure_of(
     return figure, axes
 
 
-def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layout: Any) -> tuple[Figure, Sequence[Axes]]:
+def _new_figure(height_inches: float, num_axes: int, **layout: Any) -> tuple[Figure, Sequence[Axes]]:
     """Make a figure with axes below each other. Raises `EppError` if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise EppError('pictures need matplotlib; install it with: pip install "megatron-epp[viz]"') from error
-    figure = Figure(figsize=size_inches, dpi=dpi, layout="constrained")
+    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(num_axes, 1, squeeze=False, **layout)[:, 0]
 
 
-def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -> str:
+def _draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -> str:
     """Draw dashed caps, one per axis, unless far above the peak, scale axes to units of `size` bytes; return a note."""
     shown = [cap for cap in caps if cap <= _CAP_IN_SIGHT * peak]
     for axis, cap in zip(axes, caps, strict=True):
@@ -171,35 +166,34 @@ def _draw_memory(axis: Axes, timeline: Timeline) -> None:
         # Of several changes at one instant (to the nanosecond), releases come first: the last value is valid.
         live = {round(time_us, 3): num_bytes for time_us, num_bytes in timeline.live_bytes(rank)}
         times_ms, heights = [time_us / 1e3 for time_us in live], [num_bytes / size for num_bytes in live.values()]
-        colour = _RANK_COLOURS[rank] if few else tint("#0B1F3A", 0.2 + 0.8 * (1 - rank / ranks))
+        colour = _RANK_COLOURS[rank] if few else _tint("#0B1F3A", 0.2 + 0.8 * (1 - rank / ranks))
         lines += axis.step(times_ms, heights, where="post", linewidth=1.2, color=colour, label=f"_rank {rank}")
     caps = sorted(set(plan.cap_bytes))
-    note = draw_caps([axis] * len(caps), caps, peak, size)
+    note = _draw_caps([axis] * len(caps), caps, peak, size)
     axis.set_title(f"planned live bytes ({note})", loc="left", fontsize=10)
     axis.set_ylabel(unit, fontsize=9)
     handles, labels = [lines[rank] for rank in named], [f"rank {rank}" for rank in named]
     axis.legend(handles, labels, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(named), fontsize=9, frameon=False)
 
 
-def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:
+def _draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:
     """Draw bars per rank and stream, chunk numbers in wide boxes, and recompute at the beginning of its backward."""
     recompute, strengths = recompute_in_backward(plan), strengths_of(plan)
-    pixels_per_us = WIDTH_INCHES * DPI * 0.93 / longest_us
+    pixels_per_us = _WIDTH_INCHES * _DPI * 0.93 / longest_us
     edge = 0.4 if pixels_per_us * sum(box.end_us - box.start_us for box in boxes) > _ROOMY_PIXELS * len(boxes) else 0.0
     copies = any(box.stream == COPY for box in boxes)
     lane = _LANE - (_COPY_LANE if copies else 0.0)
     for rank in range(plan.num_ranks):
         top = rank - _LANE / 2
         compute = [box for box in boxes if box.rank == rank and box.stream == COMPUTE]
-        shades = [tint(operation(box.action.op).colour, strengths[box.action.chunk]) for box in compute]
+        shades = [_tint(operation(box.action.op).colour, strengths[box.action.chunk]) for box in compute]
         _bars(axis, compute, shades, (top, lane), f"rank {rank} {COMPUTE}", edge)
         again_us = [recompute.get(box.action, 0.0) * (box.end_us - box.start_us) for box in compute]
-        repeats = [(box, time_us) for box, time_us in zip(compute, again_us, strict=True) if time_us]
-        fronts = [box._replace(end_us=box.start_us + time_us) for box, time_us in repeats]
+        timed = [*zip(compute, again_us, strict=True)]
+        fronts = [box._replace(end_us=box.start_us + time_us) for box, time_us in timed if time_us]
         _bars(axis, fronts, [operation(Op.R).colour] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
-        for box, shade, time_us in zip(compute, shades, again_us, strict=True):
-            free = box._replace(start_us=box.start_us + time_us)
-            _number(axis, plan, free, shade, top + lane / 2, pixels_per_us)
+        for (box, time_us), shade in zip(timed, shades, strict=True):
+            _number(axis, plan, box._replace(start_us=box.start_us + time_us), shade, top + lane / 2, pixels_per_us)
         if copies:
             moved = [box for box in boxes if box.rank == rank and box.stream == COPY]
             colours = [operation(box.action.op).colour for box in moved]
@@ -219,15 +213,15 @@ def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_
     """Write the chunk (and the stage, if a rank has several) in a box, as large as fits, or not at all."""
     one_stage = plan.num_stages == plan.num_ranks
     label = "+".join(str(chunk) if one_stage else f"{stage}.{chunk}" for _, stage, chunk in box.actions)
-    width_points = (box.end_us - box.start_us) * pixels_per_us * 72 / DPI
+    width_points = (box.end_us - box.start_us) * pixels_per_us * 72 / _DPI
     size = next((size for size in _TEXT_POINTS if width_points >= 0.68 * size * len(label)), None)
     if size is not None:
-        middle_ms, (red, green, blue) = (box.start_us + box.end_us) / 2e3, channels_of(colour)
+        middle_ms, (red, green, blue) = (box.start_us + box.end_us) / 2e3, _channels_of(colour)
         contrast = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
         axis.text(middle_ms, y, label, ha="center", va="center", fontsize=size, color=contrast, clip_on=True)
 
 
-def label_time(axis: Axes, longest_us: float) -> None:
+def _label_time(axis: Axes, longest_us: float) -> None:
     in_seconds = longest_us >= _MANY_SECONDS * 1e6
     if in_seconds:
         axis.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1e3:g}")
@@ -240,15 +234,15 @@ def _draw_legend(figure: Figure, plans: Sequence[Plan]) -> None:
     entries = []
     for kind in operations():
         if kind.op in present:
-            shaded = [(tint(kind.colour, strength), f"{kind.text}, {_KINDS[strength]}") for strength in kinds]
+            shaded = [(_tint(kind.colour, strength), f"{kind.text}, {_KINDS[strength]}") for strength in kinds]
             is_shaded = kind.track is Track.COMPUTE and len(kinds) > 1
             entries += shaded if is_shaded else [(kind.colour, kind.text)]
     if any(map(recompute_in_backward, plans)):
         entries.append((operation(Op.R).colour, "recompute inside a backward"))
-    draw_entries(figure, entries, len(entries) if len(entries) < 6 else 4)
+    _draw_entries(figure, entries, len(entries) if len(entries) < 6 else 4)
 
 
-def draw_entries(figure: Figure, entries: Iterable[tuple[str, str]], num_columns: int) -> None:
+def _draw_entries(figure: Figure, entries: Iterable[tuple[str, str]], num_columns: int) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, label=name) for colour, name in entries]
@@ -260,12 +254,12 @@ def strengths_of(plan: Plan) -> list[float]:
     return [_WHOLE_STRENGTH if chunk.slice_of(plan.lengths) is None else _SLICE_STRENGTH for chunk in plan.chunks]
 
 
-def tint(colour: str, strength: float) -> str:
+def _tint(colour: str, strength: float) -> str:
     """Mix ``#RRGGBB`` with white: strength 1 is the colour itself, 0 is white."""
-    return "#" + "".join(f"{round(255 - strength * (255 - value)):02X}" for value in channels_of(colour))
+    return "#" + "".join(f"{round(255 - strength * (255 - value)):02X}" for value in _channels_of(colour))
 
 
-def channels_of(colour: str) -> bytes:
+def _channels_of(colour: str) -> bytes:
     return bytes.fromhex(colour[1:])
 
 
@@ -279,8 +273,8 @@ def item_colours(breakdown: MemoryBreakdown) -> dict[str, str]:
 def memory_picture(breakdown: MemoryBreakdown) -> Figure:
     """Draw the items of every rank as stacked areas over time. Raises `EppError` if matplotlib is not installed."""
     plan, timeline = breakdown.timeline.plan, breakdown.timeline
-    inches = _MEMORY_WIDTH_INCHES, plan.num_ranks * min(2.6, max(1.3, 9.0 / plan.num_ranks)) + 1.8
-    figure, axes = new_figure(inches, _MEMORY_DPI, plan.num_ranks, sharex=True, sharey=True)
+    height_inches = plan.num_ranks * min(2.6, max(1.3, 9.0 / plan.num_ranks)) + 1.8
+    figure, axes = _new_figure(height_inches, plan.num_ranks, sharex=True, sharey=True)
     colours, peak = item_colours(breakdown), max(timeline.peak_bytes)
     size, unit = byte_unit(peak)
     labels = [f"_{name}" for name in colours]
@@ -291,9 +285,9 @@ def memory_picture(breakdown: MemoryBreakdown) -> Figure:
         heights = [[entry.get(name, 0) / size for entry in items] for name in colours]
         axis.stackplot(times_ms, heights, labels=labels, colors=[*colours.values()], step="post", linewidth=0)
         axis.set_ylabel(f"rank {rank}\n{unit}", fontsize=9)
-    note = draw_caps(axes, plan.cap_bytes, peak, size)
+    note = _draw_caps(axes, plan.cap_bytes, peak, size)
     axes[0].set_xlim(0.0, timeline.makespan_us / 1e3 or 1.0)
-    label_time(axes[-1], timeline.makespan_us)
+    _label_time(axes[-1], timeline.makespan_us)
     axes[0].set_title(f"planned memory of {len(plan.lengths):,} sequences in {len(plan.chunks)} chunks ({note})", loc="left")
-    draw_entries(figure, [(colour, name) for name, colour in colours.items()], min(4, len(colours)))
+    _draw_entries(figure, [(colour, name) for name, colour in colours.items()], min(4, len(colours)))
     return figure

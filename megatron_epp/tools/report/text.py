@@ -268,9 +268,8 @@ def memory_figures(breakdown: MemoryBreakdown) -> list[dict[str, Any]]:
         row = {"rank": rank, "stages": plan.stages_of(rank), "static": static, "static_bytes": plan.static_bytes[rank]}
         row |= {"peak": peak.items, "peak_bytes": peak.num_bytes, "peak_us": peak.time_us}
         row |= {"peak_action": None if peak.step is None else str(peak.step.action)}
-        row |= {"alive": [list(pair) for pair in breakdown.alive(rank, peak)]}
-        row |= {"cap_bytes": cap, "headroom_bytes": cap - peak.num_bytes, "host_peak_bytes": hosts[rank]}
-        rows.append(row | {"live_bytes": breakdown.timeline.live_bytes(rank)})
+        row |= {"alive": [*map(list, breakdown.alive(rank, peak))], "live_bytes": breakdown.timeline.live_bytes(rank)}
+        rows.append(row | {"cap_bytes": cap, "headroom_bytes": cap - peak.num_bytes, "host_peak_bytes": hosts[rank]})
     return rows
 
 

@@ -2,7 +2,7 @@
 the sizes that suit them best.
 
 Plans have the defaults of a training: what flags leave open of layers, output layer and weight gradients is chosen for other
-batches (`tools/layouts/defaults.py`), with the caution of a run. Layers that do not divide evenly stay, as flags say them.
+batches (`tools/layouts/layout_choice.py`), with the caution of a run. Layers that do not divide evenly stay, as flags say them.
 Megatron's own schedule has virtual stages, layers, rows and recompute at their best (`tools/advice/causes.py`), with the
 recipe's parallel sizes, and with any. Times are by formula, for the same devices and memory. Nothing is fitted to what was
 measured.
@@ -22,15 +22,14 @@ from megatron_epp.plan.placement import placements_of
 from megatron_epp.plan.problem import by_count
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.microbatches import plan_as_given
-from megatron_epp.tools.advice.causes import CAUSES, PLANNER, Stock, gain_of
+from megatron_epp.tools.advice.causes import CAUSES, PLANNER, Gain, Stock
 from megatron_epp.tools.advice.configuration_search import Advice, NothingFitsError, advise
 from megatron_epp.tools.advice.judge import Judged, choices_of, exactly, shares_by_work, step_without_shards_us
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.cli.planning_flags import cap_of
 from megatron_epp.tools.formulas.analytic import MICROSECONDS
 from megatron_epp.tools.formulas.library import load_cluster
-from megatron_epp.tools.layouts.defaults import settle
-from megatron_epp.tools.layouts.layout_choice import Sample
+from megatron_epp.tools.layouts.layout_choice import Sample, settle
 from megatron_epp.tools.report.text import table
 from scripts.bench.frame import Bench, Figures
 from scripts.bench.public.recipes import RECIPES, Recipe
@@ -130,8 +129,8 @@ def settled(recipe: Recipe, asked: Question) -> Judged | None:
             open_too = (each for each in placements_of(config.pipeline) if each.num_stages <= num_layers)
             sample = replace(sample, placements=tuple(open_too))
     try:
-        chosen = settle(sample, tensor_ranks=config.tensor, opens_weights=asked.may_split_weights, layouts=layouts)
-        options = replace(asked.options, split_weight=chosen.splits_weight)
+        _, chosen = settle(sample, tensor_ranks=config.tensor, opens_weights=asked.may_split_weights, layouts=layouts)
+        options = replace(asked.options, split_weight=chosen.splits_weights)
         return exactly(replace(asked, options=options), config.with_layout(chosen.layout))
     except InfeasibleError:
         return None
@@ -161,7 +160,7 @@ def compared(recipe: Recipe, *, advises: bool = True) -> Compared:
     gain = None
     if judged is not None:
         whole_us = step_without_shards_us(asked, judged)
-        gain = gain_of((*steps, choices.by_chunk(best)), whole_us, judged.parts.step_us)
+        gain = Gain.of((*steps, choices.by_chunk(best)), whole_us, judged.parts.step_us)
     times = [_time_of_stock(recipe, recipe.config, best)] if best else []
     times.append(repacked)  # it has run, whatever its memory by formula
     advice: Advice | None = None

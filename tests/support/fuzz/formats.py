@@ -156,7 +156,7 @@ FORMATS: dict[str, Format] = {
             "check": command("check", "FILE", accepted=(0, 1)),
             "show": command("show", "FILE"),
             "simulate": command("simulate", "FILE"),
-            "trace": command("show", "FILE", "--trace", "FOLDER/trace.json"),
+            "trace": command("show", "FILE", "-o", "FOLDER/trace.json"),
         },
         named(*keys(SOUND["plan"]), *OPTIONAL, r"(rank|stage|chunk|sequence|action|step)s? \d+", r"\d+[A-Z]\d+"),
     ),
@@ -166,7 +166,7 @@ FORMATS: dict[str, Format] = {
         json_damage(),
         {
             "show": command("show", "FOLDER/plan.json", "--measured", "FILE"),
-            "trace": command("show", "FOLDER/plan.json", "--measured", "FILE", "--trace", "FOLDER/trace.json"),
+            "trace": command("show", "FOLDER/plan.json", "--measured", "FILE", "-o", "FOLDER/trace.json"),
         },
         r"line \d|position \d|is empty|nested|schema .* version .*;|plan_digest|ranks|has \d+[A-Z]\d+|of plan|JSON object",
         lambda: {"plan.json": plans()[0]},

@@ -22,11 +22,11 @@ from megatron_epp.tools.cli.first_run.checks import gain
 from megatron_epp.tools.cli.first_run.launch import FAILED, REDUCED, MachineCheck, Outcome, Setting, read_launch, verdict
 from megatron_epp.tools.cli.first_run.training import parity, race
 from megatron_epp.tools.cli.lengths import SOURCES
-from megatron_epp.tools.cli.terminal import Command, Parser, output_folder, progress, say
+from megatron_epp.tools.cli.terminal import Parser, output_folder, progress, say
 from megatron_epp.tools.cli.train import quietly, versions
 from megatron_epp.tools.formulas.library import load_cluster, load_flags
 
-_EXAMPLE = """\
+EXAMPLE = """\
 example: everything, for your documents and your launch command as it is today
   megatron-epp first-run --lengths documents.idx -- \\
     torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS
@@ -188,7 +188,3 @@ def _names(text: str) -> tuple[str, ...]:
     if wrong := next((name for name in names if name not in known), ""):
         raise argparse.ArgumentTypeError(f"there is no step {wrong}{nearest(wrong, known)}; there are {', '.join(known)}")
     return names
-
-
-_PURPOSE = "check a machine step by step, from its software to a plan of your lengths, and write a report"
-COMMAND = Command("first-run", _PURPOSE, add_arguments, run, _EXAMPLE)
