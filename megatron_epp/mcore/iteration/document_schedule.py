@@ -20,7 +20,6 @@ from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.loggers import memory_text
 from megatron_epp.mcore.iteration.reduction import NoReduction, Reduction
 from megatron_epp.mcore.iteration.report import IterationReport, count_tokens
-from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
@@ -177,7 +176,7 @@ def _run_on_rank(
     def begin(stage: MegatronStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
         stage.begin(inputs, before_last_gradient, reduce)
 
-    run_plan(run, models, batch.plan, report, reduction, begin, program, inputs)
+    run.run_plan(models, batch.plan, report.recorder, report.saved, reduction, begin, program, inputs)
     for stage in run.stages.values():
         stage.end()
 

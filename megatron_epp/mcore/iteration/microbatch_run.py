@@ -33,7 +33,6 @@ from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.mcore.iteration.run_feature import Learning
-from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.releases import reads_ahead
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
@@ -216,7 +215,7 @@ class MicrobatchRun(Run):
             stage.begin(call, microbatches[stage], agreed.here, order, before_last_gradient, reduce, report.saved)
 
         program = program_of(planned.plan, planned.actions)
-        run_plan(self, self.models, planned.plan, report, reduction, begin, program)
+        self.run_plan(self.models, planned.plan, report.recorder, report.saved, reduction, begin, program)
         self._measured = agreed if measures else self._measured
         if not call.forward_only:
             self._after(planned.plan, report)

@@ -44,7 +44,7 @@ RUNS = {
 
 def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]:
     common = [*flags_of(folder, 1, CONTEXT, 8), "--num-layers", "8", *shlex.split(OPTIONS)]
-    from megatron_epp.mcore.iteration import run_plan as schedule
+    from megatron_epp.mcore.iteration import base_run as schedule
     from scripts.parity.cells import MODELS
 
     schedule.Executor = of_batches(schedule.Executor, batches)
