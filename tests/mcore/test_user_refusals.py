@@ -15,9 +15,13 @@ from megatron_epp.mcore.arguments.table import names_in_loop
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS
 from megatron_epp.mcore.iteration import microbatch_run
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
-from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
-from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
+from megatron_epp.mcore.iteration.microbatch_schedule import (
+    Schedule,
+    refuse_group_sizes,
+    refuse_other_turns,
+    refuse_router_replay,
+)
 from megatron_epp.plan import EppError, Op
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, microbatches
 from megatron_epp.port.run_facts import RunFacts

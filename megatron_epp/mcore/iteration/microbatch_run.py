@@ -25,15 +25,20 @@ from megatron_epp.mcore.arguments.setting_checks import advice
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained_share
 from megatron_epp.mcore.costs.sources import Step, by_stage, gathered
 from megatron_epp.mcore.iteration.base_run import Run
-from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes
-from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, installed
+from megatron_epp.mcore.iteration.microbatch_agreement import (
+    AgreedShapes,
+    Ahead,
+    LocalShapes,
+    Shapes,
+    agree_on_shapes,
+    installed,
+)
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, tensor_bytes
 from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.iteration.reduction import Reduction
-from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.mcore.iteration.run_feature import Learning
-from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
+from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, is_replay
 from megatron_epp.mcore.releases import reads_ahead
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan

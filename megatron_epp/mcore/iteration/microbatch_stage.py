@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_epp.mcore.arguments.fp8 import recipe
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches
-from megatron_epp.mcore.iteration.replay import numbered_by
-from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
+from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step, numbered_by
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.layer_recompute import begin_graphs, run_again
 from megatron_epp.mcore.model.replaced import marked, problems, put

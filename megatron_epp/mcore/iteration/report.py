@@ -16,7 +16,7 @@ from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import loggers
 from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.loggers import ReplicaFigures
-from megatron_epp.mcore.iteration.replay import is_replay
+from megatron_epp.mcore.iteration.schedule_call import is_replay
 from megatron_epp.plan import Plan
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.plan_figures import copies_us, kv_offload_bytes, offload_share, recompute_share
