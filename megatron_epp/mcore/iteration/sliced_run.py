@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
+from megatron_epp.data.iterator import DisagreementError, PlanSource, spans_of
 from megatron_epp.mcore import early_planning
 from megatron_epp.mcore.iteration.base_run import Run
-from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs
+from megatron_epp.mcore.iteration.device_inputs import RankInputs
 from megatron_epp.mcore.model.stage import MegatronStage
-from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
+from megatron_epp.plan import EppError, InfeasibleError, is_unlimited
 from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.port.packed import PackedPlans
 from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner, PlanningProcess
@@ -108,7 +108,9 @@ class SlicedRun(Run):
         plan = self._planner.of_next() if of_batch and self._planner is not None and not forward_only else None
         make = partial(self._plan, forward_only=forward_only, plan=plan) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
-        return PlanSource(make, self._exchange_plans, member, self._check_division, self.rank, self._prepare)
+        # Both since `attach`; `control` is used in the training thread alone.
+        exchange, prepare = lambda plans: self.links.control.from_first(plans), lambda *batch: self.inputs.prepare(*batch)
+        return PlanSource(make, exchange, member, self._check_division, self.rank, prepare)
 
     def close(self) -> None:
         """Wait for the work of background threads, and end planning. A thread that still waits for a plan gets an error."""
@@ -143,12 +145,6 @@ class SlicedRun(Run):
             logger.warning(
                 "the longest sequence of the training data, of %d tokens, will end the run when it comes: %s", longest, text
             )
-
-    def _prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
-        return self.inputs.prepare(batch, actions)
-
-    def _exchange_plans(self, plans: list[PlansOrError]) -> list[PlansOrError]:
-        return self.links.control.from_first(plans)  # in the training thread, like all that uses `control`
 
     def _check_division(self, checksum: int | None) -> None:
         if not self.plans or len(self.lockstep_groups) == 1:
