@@ -18,14 +18,14 @@ PROGRAMS = {
             "mcore.iteration.document_schedule",
             "mcore.training.checkpoints",
         ),
-        20_350,
+        20_340,
     ),
-    "iteration": (("mcore.iteration.document_schedule",), 14_130),
+    "iteration": (("mcore.iteration.document_schedule",), 14_115),
     "planner": (("planner.search", "planner.service.answers"), 11_940),
     "command line": (("tools.cli.main",), 4_000),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 59_500, "megatron_epp/contrib": 6_080, "tests": 51_460, "scripts": 9_820}
+FOLDERS = {"megatron_epp": 59_225, "megatron_epp/contrib": 6_080, "tests": 51_460, "scripts": 9_820}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

@@ -196,6 +196,8 @@ def _with(mode: str, count: int, full: int = 0) -> Recompute:
 class Held(NamedTuple):
     """Bytes per token."""
 
+    # What each layer keeps, and its backward's peak above what is live when that begins
+    layers: Sequence[tuple[float, float]]
     activations: float  # held from forward to backward
     head: float  # part of `activations` that is freed before the backward reaches the layers
     peak_above_entry: float  # peak while the backward of the last layer runs, above what was live when it began
@@ -203,8 +205,6 @@ class Held(NamedTuple):
     weights: float
     layers_weights: float
     ahead: float  # part of `activations` that layers of multi-token prediction keep
-    # what each layer keeps, and its backward's peak above what is live when that begins
-    layers: Sequence[tuple[float, float]]
 
 
 def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
@@ -229,7 +229,7 @@ def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False
         layers_weights, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
     last, tokens = layers[-1] if layers else _LayerBytes(meter), chunk.num_tokens
     sizes = activations, activations - last.begin_bytes, last.above_bytes, weights, layers_weights, ahead.kept_bytes
-    return Held(*(size / tokens for size in sizes), [(each.kept_bytes / tokens, each.above_bytes / tokens) for each in layers])
+    return Held([(each.kept_bytes / tokens, each.above_bytes / tokens) for each in layers], *(size / tokens for size in sizes))
 
 
 class _LayerBytes:

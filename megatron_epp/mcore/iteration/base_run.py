@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_epp.cost.model import PipelineCosts
     from megatron_epp.losses import Loss
     from megatron_epp.mcore.model.own_inputs import OwnInputs
-    from megatron_epp.port.planning import BackgroundPlanner
+    from megatron_epp.port.planning import BackgroundPlanner, PlanningProcess
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class Run:
     step: str | None = None
     """Step of settling costs, while it is under way."""
 
+    process: PlanningProcess | None = None
+    """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
     features: tuple[RunFeature, ...] = ()
     loss: Loss | None = None
     """A loss of the user's, which our own stages compute; None for Megatron's, and where the caller's step has its loss."""
@@ -107,6 +109,8 @@ class Run:
         self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.lockstep_groups, self.lockstep_ranks = lockstep_groups()
         self.lockstep_group = next(number for number, group in enumerate(self.lockstep_groups) if self.replica in group)
+        self.plans = dist.get_rank() == self.own_ranks[0]
+        """The first rank of a group plans."""
         self.failures = FailureBoard.of_job()
         limit = self.names["wait_limit_seconds"]
         self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures, limit_name=limit)
@@ -195,6 +199,11 @@ class Run:
         """Figures of the last iteration that features have."""
         return {name: figure for feature in self.features for name, figure in feature.figures.items()}
 
+    def ask(self, name: str, *args: Any) -> Any:
+        """Call a function in the planning process, on the first rank of the job."""
+        assert self.process is not None
+        return self.process.call(name, *args)
+
     def plan_by(self, costs: PipelineCosts) -> None:
         """Use other costs for plans to come."""
         self.costs = costs
@@ -252,10 +261,14 @@ class Run:
             config.finalize_model_grads_func(models, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
 
     def close(self) -> None:
-        """Wait until background threads have completed their work."""
-        complete_at_end(self.reports.complete)
-        for feature in self.features:
-            feature.close()
+        """Wait for the work of background threads, and end planning. A thread that still waits for a plan gets an error."""
+        try:
+            complete_at_end(self.reports.complete)
+            for feature in self.features:
+                feature.close()
+        finally:
+            if self.process is not None:
+                self.process.close()
 
 
 def complete_reports() -> None:
