@@ -199,18 +199,16 @@ class SampleSchedule:
             if models != self._models:
                 raise EppError("a schedule of samples is of one model: call wrap_samples again for another")
             return self._run
-        longest = max(
-            from_each_of_job(max(int(getattr(language_model_of(model), "max_sequence_length", 0) or 0) for model in models))
-        )
+        config, inside = get_model_config(models[0]), [*map(language_model_of, models)]
+        longest = max(from_each_of_job(max(int(getattr(model, "max_sequence_length", 0) or 0) for model in inside)))
         args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
         raise_for(from_each_of_job(next(filter(None, (refusal(model, self.loss.average) for model in models)), "")))
         for model in models:
             adopt_built(model, args)
         for adopt in targets(Asked(args), "built"):
-            adopt([*map(language_model_of, models)], args)
+            adopt(inside, args)
         run = new_run(args)
         run.loss, run.own_inputs = self.loss, self._own_inputs
-        config, inside = get_model_config(models[0]), [language_model_of(model) for model in models]
         own = max(map(axes_of, inside)), [layer for model in inside for layer in routed_layers(model.decoder)]
         axes, layers = zip(*from_each_of_job(own), strict=True)
         names = None if self._own_inputs is None else self._own_inputs.names
