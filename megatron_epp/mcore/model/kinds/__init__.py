@@ -130,9 +130,8 @@ def _of_mamba(args: argparse.Namespace) -> Iterator[str]:
 
 def _of_prediction(args: argparse.Namespace) -> Iterator[str]:
     depths, ranks = getattr(args, "mtp_num_layers", None), args.pipeline_model_parallel_size
-    if not args.save:
-        return
-    if not args.untie_embeddings_and_output_weights and ranks > 1 and args.epp_placement != "v":
+    is_tied = not args.untie_embeddings_and_output_weights
+    if args.save and is_tied and ranks > 1 and args.epp_placement != "v":
         yield (
             f"--mtp-num-layers {depths}, an output layer tied to the embedding and --pipeline-model-parallel-size {ranks} make "
             "a model that Megatron cannot save: add --untie-embeddings-and-output-weights, or leave --save out"
