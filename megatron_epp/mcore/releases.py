@@ -225,24 +225,7 @@ def _obstacle(target: str, by_position: list[str], by_name: list[str]) -> str:
     return "" if fits else f"{target} takes {signature} and not ({', '.join((*by_position, *by_name))})"
 
 
-def backward_step(output: Any, grad: Any, config: Any) -> None:
-    """Run Megatron's backward of a stage from its output, leaving the gradient of its input there.
-
-    Args:
-        grad: gradient of the output; None on the last stage.
-    """
-    from megatron.core.pipeline_parallel import schedules
-
-    step: Any = schedules.backward_step
-    step(input_tensor=None, output_tensor=output, output_tensor_grad=grad, config=config)
-
-
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
-
-
-def hugging_face_tokenizer(tokenizer: Any) -> Any:
-    """Return Hugging Face's tokenizer in Megatron's, which it wraps twice."""
-    return tokenizer._tokenizer.tokenizer
 
 
 def tokenizer_settings(options: Mapping[str, object]) -> Namespace:

@@ -80,10 +80,6 @@ class Program:
     upload: Upload | None = None
 
 
-def program_of(plan: Plan, actions: tuple[Action, ...]) -> Program:
-    return Program(actions, chunk_layouts(plan))
-
-
 class Stage(Protocol):
     """A pipeline stage as the executor needs it."""
 

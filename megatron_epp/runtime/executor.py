@@ -110,7 +110,10 @@ class Executor:
                 self._progress.reach(ProgressPoint(position))
                 self.perform(action, self._handlers[action.op])
             self._progress.reach(ProgressPoint(len(self._actions)))
-            self._finish()
+            if self.links is not None:
+                self.links.finish_sends()
+            for stage in self.stages.values():
+                stage.kv_cache.assert_empty()
             # The host is done; the watch goes on until the device has passed all marks, the last sends among them.
             self._progress.reach(None)
 
@@ -144,12 +147,6 @@ class Executor:
         except OUT_OF_MEMORY:
             self._short = self._short or action  # an action that another one runs fails first
             raise
-
-    def _finish(self) -> None:
-        if self.links is not None:
-            self.links.finish_sends()
-        for stage in self.stages.values():
-            stage.kv_cache.assert_empty()
 
     # The handlers, one per op.
 

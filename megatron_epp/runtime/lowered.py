@@ -8,14 +8,14 @@ from typing import Any
 
 from megatron_epp.plan import Plan
 from megatron_epp.plan.lowering import lower
-from megatron_epp.runtime.context import Program, Stage, program_of
+from megatron_epp.runtime.context import Program, Stage, chunk_layouts
 from megatron_epp.runtime.executor import Executor
 
 
 @lru_cache(maxsize=16)
 def prepare(plan: Plan, rank: int) -> Program:
     """Lower a plan and lay out its chunks, which takes tens of milliseconds for large plans. The last 16 results are cached."""
-    return program_of(plan, lower(plan)[rank])
+    return Program(lower(plan)[rank], chunk_layouts(plan))
 
 
 def executor_of(plan: Plan, rank: int, stages: Mapping[int, Stage], *rest: Any, **how: Any) -> Executor:

@@ -9,24 +9,13 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron_epp.runtime.failures import PATIENCE_S
 
 logger = logging.getLogger(__name__)
-
-
-class Background(Protocol):
-    """Queue of work on another stream or thread. What uses a result calls what `start` has returned."""
-
-    def start(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Queue work whose inputs are computed; return a function that makes what follows wait for its end, or raises its
-        error.
-
-        Work launches kernels and collectives, and no other thread may use its communicators.
-        """
 
 
 def this_device() -> Callable[[], None]:
@@ -57,6 +46,9 @@ class SideThread:
         return done
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Queue work whose inputs are computed; return a function that makes what follows wait for its end, or raises its
+        error. Work launches kernels and collectives, and no other thread may use its communicators.
+        """
         return self.submit(work).result
 
 
@@ -73,6 +65,10 @@ class SideStream:
             event = self._stream.record_event()
         # An event, not the stream: later work on the side stream does not delay what waits for this.
         return lambda: torch.cuda.current_stream().wait_event(event)
+
+
+type Background = SideThread | SideStream
+"""Queue of work on another thread or stream. What uses a result calls what `start` has returned."""
 
 
 def complete_at_end(complete: Callable[[float | None], None]) -> None:

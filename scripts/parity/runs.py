@@ -88,7 +88,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     from megatron.training import training
 
     from megatron_epp.contrib.overlap import exchanges
-    from megatron_epp.mcore.iteration import run_plan as schedule
+    from megatron_epp.mcore.iteration import base_run as schedule
     from megatron_epp.mcore.releases import logged_prediction_losses
     from megatron_epp.mcore.training.gradients import parameters, reduced_gradients
 

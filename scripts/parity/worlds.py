@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_epp.mcore.pretrain_gpt import preload
+from megatron_epp.mcore.pinned import preload
 from scripts.parity.planner import share_planner
 from scripts.parity.runs import Run, record
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, _largest, _pairs
-from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, LookAhead, installed
+from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, Ahead, LookAhead, _largest, _pairs, installed
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError
 from tests.support.runtime.agreement_runs import SHAPES, results, shapes

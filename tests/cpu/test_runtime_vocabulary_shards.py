@@ -13,7 +13,7 @@ from megatron_epp.features.vocabulary import pipeline_shards
 from megatron_epp.features.vocabulary.pipeline_shards import PipelineShards, Targets
 from megatron_epp.features.vocabulary.shards import Shard, ShardSummary, logits_pass, scale_part, weight_gradient
 from megatron_epp.plan import Action, Op
-from megatron_epp.runtime.autograd.weight_gradient import give_gradient
+from megatron_epp.runtime.autograd.handles import give_gradient
 from megatron_epp.runtime.recorder import Recorder
 
 TOKENS, WIDTH = 13, 6

@@ -12,7 +12,7 @@ from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.costs import stored
 from megatron_epp.mcore.costs.megatron_facts import run_facts
 from megatron_epp.mcore.model.kinds import latent_attention
-from megatron_epp.mcore.training import auto_choices
+from megatron_epp.mcore.training import layout_search
 from megatron_epp.plan import EppError
 from megatron_epp.tools.formulas import CPU, analytic_profile
 from megatron_epp.tools.formulas.of_run import model_shape
@@ -34,9 +34,9 @@ def run_of(flags: str, **values: Any) -> argparse.Namespace:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run be one process with data of its own, and formulas for its costs."""
-    monkeypatch.setattr(auto_choices, "made_by_first", lambda make: make())
-    monkeypatch.setattr(auto_choices, "ask", ask_here)
-    monkeypatch.setattr(auto_choices, "first_batches", lambda args: iter([(3000, 500)]))
+    monkeypatch.setattr(layout_search, "made_by_first", lambda make: make())
+    monkeypatch.setattr(layout_search, "ask", ask_here)
+    monkeypatch.setattr(layout_search, "first_batches", lambda args: iter([(3000, 500)]))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_latents_are_handed_on_where_faster(alone: None, flags: str, settled: str, caplog: pytest.LogCaptureFixture) -> None:
     args = run_of(flags)
     with caplog.at_level("INFO"):
-        auto_choices.settle_latents(args)
+        layout_search.settle_latents(args)
     assert args.epp_latents == settled
     told = [record.getMessage() for record in caplog.records if "--epp-latents auto" in record.getMessage()]
     planned = "latent" in flags and "--epp-latents" not in flags and "skip" not in flags
@@ -70,9 +70,9 @@ def test_costs_of_a_pipeline_are_of_what_the_run_hands_on(theirs: str, own: str)
 
 @pytest.mark.parametrize("choice", ["on", "off"])
 def test_costs_of_a_pipeline_settle_the_choice(alone: None, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    monkeypatch.setattr(auto_choices, "named", lambda args, ask: pipeline_costs(choice))
+    monkeypatch.setattr(layout_search, "named", lambda args, ask: pipeline_costs(choice))
     args = run_of(LATENT)
-    auto_choices.settle_latents(args)
+    layout_search.settle_latents(args)
     assert args.epp_latents == choice
 
 

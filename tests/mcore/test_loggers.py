@@ -13,8 +13,8 @@ from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.features.layer_hint.hint_of_batches import layer_hint, layout_words
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import base_run, loggers, sliced_run
+from megatron_epp.mcore.iteration.loggers import Reports
 from megatron_epp.mcore.iteration.report import IterationReport
-from megatron_epp.mcore.iteration.report_thread import Reports
 from megatron_epp.mcore.start.run_start import settle
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.plan_figures import main_items

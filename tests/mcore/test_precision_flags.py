@@ -18,9 +18,9 @@ from torch import Tensor
 from megatron_epp.cost.casts import RECIPES
 from megatron_epp.features.split_weights.linear_layers import _tensors_of
 from megatron_epp.features.vocabulary.rank_vocabulary import fuses_own_gradients
-from megatron_epp.mcore.arguments.fp8 import problems, row_multiple
-from megatron_epp.mcore.arguments.layout import token_multiple, token_shards
+from megatron_epp.mcore.arguments.layout import row_multiple, token_multiple, token_shards
 from megatron_epp.mcore.arguments.rule import Door
+from megatron_epp.mcore.arguments.setting_checks import fp8_recipe
 from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts
 from megatron_epp.mcore.patches import environment, patching
 from megatron_epp.plan import EppError
@@ -111,18 +111,18 @@ def test_without_apex_megatrons_own_layers_do_not_fuse_them_whatever_the_config_
 def test_recipes_without_state_are_taken_and_pad_chunks_to_the_rows_that_megatron_asks_for(name: str) -> None:
     for recipe in (name, Fp8Recipe(name)):  # of flags, and of a model's configuration
         settings = Namespace(fp8="hybrid", fp8_recipe=recipe)
-        assert [*problems(settings, Door.ALL)] == []
+        assert [*fp8_recipe(settings, Door.ALL)] == []
         assert row_multiple(settings) == RECIPES[name].rows
     assert RECIPES[name].rows % get_fp8_align_size(Fp8Recipe(name)) == 0
 
 
 def test_recipes_that_keep_something_between_chunks_are_refused_with_the_reason() -> None:
-    (said,) = problems(Namespace(fp8="e4m3", fp8_recipe="delayed"), Door.DOCUMENTS)
+    (said,) = fp8_recipe(Namespace(fp8="e4m3", fp8_recipe="delayed"), Door.DOCUMENTS)
     assert "--fp8-recipe delayed (its amax histories advance with every chunk" in said
-    (said,) = problems(Namespace(fp8="e4m3", fp8_recipe=Fp8Recipe.custom), Door.MODEL)
+    (said,) = fp8_recipe(Namespace(fp8="e4m3", fp8_recipe=Fp8Recipe.custom), Door.MODEL)
     assert "fp8_recipe='custom'" in said
-    assert [*problems(Namespace(fp8="e4m3"), Door.MODEL)]  # Megatron's default is delayed
-    assert [*problems(Namespace(fp8=None, fp8_recipe="delayed"), Door.DOCUMENTS)] == []
+    assert [*fp8_recipe(Namespace(fp8="e4m3"), Door.MODEL)]  # Megatron's default is delayed
+    assert [*fp8_recipe(Namespace(fp8=None, fp8_recipe="delayed"), Door.DOCUMENTS)] == []
 
 
 def test_every_rank_that_shares_a_chunk_has_the_rows() -> None:

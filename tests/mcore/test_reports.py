@@ -16,7 +16,7 @@ import pytest
 
 from megatron_epp.cost.kept import FILE_NAME, RECORDED, WARM_UP, from_state
 from megatron_epp.features.report_files.report_folder import LINES, ReportFolder
-from megatron_epp.mcore.iteration.report_thread import Log, Reports
+from megatron_epp.mcore.iteration.loggers import Log, Reports
 from megatron_epp.plan.serialize import load
 from megatron_epp.runtime import side_thread
 from megatron_epp.runtime.side_thread import complete_at_end

@@ -15,7 +15,7 @@ from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.launch.run_folder import LOCK
 from megatron_epp.mcore.iteration import base_run
 from megatron_epp.mcore.iteration.base_run import Run
-from megatron_epp.mcore.iteration.report_thread import Reports
+from megatron_epp.mcore.iteration.loggers import Reports
 from megatron_epp.plan import EppError
 from megatron_epp.runtime import failures
 from megatron_epp.runtime.failures import FailureBoard

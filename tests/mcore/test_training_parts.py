@@ -20,7 +20,7 @@ from megatron_epp.mcore import entry
 from megatron_epp.mcore.costs import memory_probe
 from megatron_epp.mcore.costs.megatron_facts import kernel_of, run_facts
 from megatron_epp.mcore.iteration import wrap
-from megatron_epp.mcore.iteration.report_thread import Reports
+from megatron_epp.mcore.iteration.loggers import Reports
 from megatron_epp.mcore.model import layer_recompute, losses, stage
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.stage import Snapshot

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs
+from megatron_epp.mcore.iteration.device_inputs import BatchInputs, RankInputs
 from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.attention.context_parallel import ContextParallel
 from megatron_epp.runtime.upload import Uploader
@@ -31,7 +31,7 @@ def batch_of(dataset: Any) -> GlobalBatch:
     return GlobalBatch(indices=(4, 0, 2), lengths=(20, 3, 7), plan=plan_of((20, 3, 7), CHUNKS, 4), dataset=dataset)
 
 
-def prepared(batch: GlobalBatch, **needs: Any) -> PreparedBatch:
+def prepared(batch: GlobalBatch, **needs: Any) -> BatchInputs:
     assert batch.plan is not None
     return RankInputs(Uploader(CPU), **needs).prepare(batch, lower(batch.plan)[0])
 
@@ -43,18 +43,18 @@ def test_stages_get_the_arrays_and_segment_tables_of_every_chunk_from_one_buffer
     batch = batch_of(DATASET)
     made = prepared(batch, rows_of=lambda mask: mask.nonzero().squeeze(1) if len(mask) == 16 else None)
     for chunk in range(3):
-        arrays, inputs = batch.chunk(chunk), made.inputs.chunk(chunk)
+        arrays, inputs = batch.chunk(chunk), made.chunk(chunk)
         for name in ("tokens", "position_ids", "labels", "loss_mask"):
             found = getattr(inputs, name)
             assert torch.equal(found, getattr(arrays, name)[None])
-            assert found.untyped_storage().data_ptr() == made.inputs.upload.buffer.data_ptr()
-    assert [made.inputs.chunk(chunk).output_share for chunk in range(3)] == [1.0, 15 / 16, 1.0]
-    assert made.inputs.sequence_ends.tolist() == [0, 20, 23, 30]
-    assert made.program.upload is made.inputs.upload
+            assert found.untyped_storage().data_ptr() == made.upload.buffer.data_ptr()
+    assert [made.chunk(chunk).output_share for chunk in range(3)] == [1.0, 15 / 16, 1.0]
+    assert made.sequence_ends.tolist() == [0, 20, 23, 30]
+    assert made.program.upload is made.upload
     made = prepared(batch_of(DATASET))
     queries, keys = made.program.layouts[1].table.cu_seqlens(CPU)
     assert (queries.tolist(), keys.tolist()) == ([0, 12, 15, 16], [0, 20, 23, 24])
-    assert queries.untyped_storage().data_ptr() == made.inputs.upload.buffer.data_ptr()
+    assert queries.untyped_storage().data_ptr() == made.upload.buffer.data_ptr()
 
 
 class Halves(ContextParallel):
@@ -67,7 +67,7 @@ class Halves(ContextParallel):
 def test_context_parallel_ranks_get_their_part_of_a_chunk() -> None:
     batch = batch_of(DATASET)
     made = prepared(batch, context_parallel=Halves(), rows_of=lambda mask: None)
-    tokens, labels = made.inputs.chunk(1).tokens, made.inputs.chunk(1).labels
+    tokens, labels = made.chunk(1).tokens, made.chunk(1).labels
     assert tokens[0].tolist() == batch.chunk(1).tokens[8:].tolist()
     assert labels[0].tolist() == batch.chunk(1).labels[8:].tolist()
 
@@ -83,12 +83,12 @@ class Unreadable:
 
 def test_ranks_get_what_their_stages_read_and_those_without_ends_segment_tables_alone() -> None:
     made = prepared(batch_of(Unreadable()), reads_tokens=False)
-    assert made.inputs.chunk(2).tokens is None
-    assert len(made.inputs.upload.tensors) == 1 + len(CHUNKS)
-    first = prepared(batch_of(DATASET)).inputs.chunk(0)
+    assert made.chunk(2).tokens is None
+    assert len(made.upload.tensors) == 1 + len(CHUNKS)
+    first = prepared(batch_of(DATASET)).chunk(0)
     assert first.tokens is not None
     assert (first.labels, first.loss_mask, first.rows) == (None, None, None)
-    shard = prepared(batch_of(DATASET), reads_tokens=False, rows_of=lambda mask: None).inputs.chunk(0)
+    shard = prepared(batch_of(DATASET), reads_tokens=False, rows_of=lambda mask: None).chunk(0)
     assert (shard.tokens, shard.position_ids) == (None, None)
     assert shard.labels is not None
 

@@ -40,7 +40,7 @@ def test_an_iteration_that_runs_again_gets_its_own_microbatches_and_its_own_plan
 def test_validated_results_are_numbered_by_microbatch_in_whatever_order_these_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import rerun_state_machine
 
-    from megatron_epp.mcore.iteration.replay import numbered_by
+    from megatron_epp.mcore.iteration.schedule_call import numbered_by
 
     machine = rerun_state_machine.RerunStateMachine()
     monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)

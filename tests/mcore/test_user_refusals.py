@@ -15,9 +15,13 @@ from megatron_epp.mcore.arguments.table import names_in_loop
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS
 from megatron_epp.mcore.iteration import microbatch_run
 from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
-from megatron_epp.mcore.iteration.microbatch_refusals import refuse_group_sizes, refuse_other_turns, refuse_router_replay
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
-from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
+from megatron_epp.mcore.iteration.microbatch_schedule import (
+    Schedule,
+    refuse_group_sizes,
+    refuse_other_turns,
+    refuse_router_replay,
+)
 from megatron_epp.plan import EppError, Op
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, microbatches
 from megatron_epp.port.run_facts import RunFacts
@@ -86,8 +90,8 @@ def test_plans_by_learnt_costs_reach_the_measured_peak_and_count_longer_microbat
 
     pipeline: Any = SimpleNamespace(
         args=arguments(padded_vocab_size=1024),
-        _ask=lambda name, *asked: ask_here(f"{FORMULAS}:{name}", facts, *asked),
-        _process=SimpleNamespace(plan_microbatches=packed),
+        _of_formulas=lambda name, *asked: ask_here(f"{FORMULAS}:{name}", facts, *asked),
+        process=SimpleNamespace(plan_microbatches=packed),
         problem=Problem((), (0, 1), (UNLIMITED_BYTES,) * 2),
         placement=SimpleNamespace(stages=lambda rank: [rank]),
         learning=SimpleNamespace(peak_bytes=1 << 40),
@@ -126,7 +130,7 @@ def test_the_given_order_is_kept_while_costs_are_learnt_and_where_nothing_fits_t
         learning=SimpleNamespace(is_done=is_done),
         _with_microbatches=lambda costs, agreed: costs,
         options=Options(),
-        _process=SimpleNamespace(plan_microbatches=lambda rule, *asked: getattr(microbatches, rule)(*asked)),
+        process=SimpleNamespace(plan_microbatches=lambda rule, *asked: getattr(microbatches, rule)(*asked)),
         names=names_in_loop(["memory_cap_gb"]),
     )
     plan, order = MicrobatchRun._make(pipeline, AgreedShapes(SHAPES, (0, 0)), forward_only)

@@ -20,12 +20,12 @@ PROGRAMS = {
         ),
         20_350,
     ),
-    "iteration": (("mcore.iteration.document_schedule",), 14_130),
-    "planner": (("planner.search", "planner.service.answers"), 11_940),
+    "iteration": (("mcore.iteration.document_schedule",), 14_120),
+    "planner": (("planner.search", "planner.service.answers"), 11_660),
     "command line": (("tools.cli.main",), 1_940),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 59_330, "megatron_epp/contrib": 6_075, "tests": 51_456, "scripts": 9_816}
+FOLDERS = {"megatron_epp": 59_080, "megatron_epp/contrib": 6_075, "tests": 51_460, "scripts": 9_816}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.WARNING)
     start_s = time.monotonic()
-    preload = "megatron_epp.mcore.pretrain_gpt", "preload"
+    preload = "megatron_epp.mcore.pinned", "preload"
     start = None if count_gpus() else Forks({"OMP_NUM_THREADS": "1"} | os.environ, preload).run
     setting = Setting(Path(args.output), pipeline_size(2), args.context, args.rounds, start)
     say(f"{machine()}; {setting.num_ranks} ranks", flush=True)

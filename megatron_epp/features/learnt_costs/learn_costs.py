@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_epp.cost.kept import RECORDED, WARM_UP, KeptCosts
+from megatron_epp.cost.kept import FILE_NAME, RECORDED, WARM_UP, KeptCosts, to_state
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import span_work_of
 from megatron_epp.features.learnt_costs.learner import Learner, deviation, fitted_costs, size_of, untold
-from megatron_epp.features.learnt_costs.learnt import fingerprint, keep, resumed, with_times
+from megatron_epp.features.learnt_costs.learnt import fingerprint, resumed, with_times
 from megatron_epp.features.learnt_costs.timed import Learnt
+from megatron_epp.mcore.costs.stored import keep_file
 from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.problem import Problem, Spans
@@ -142,7 +144,7 @@ class CostLearning(RunFeature):
 
     def _keep(self, costs: PipelineCosts) -> None:
         self.saved = KeptCosts(costs, self._learnt_with)
-        keep(self._run.args, self.saved)
+        keep_file(self._run.args, FILE_NAME, json.dumps(to_state([self.saved]), sort_keys=True, indent=1, allow_nan=False))
 
     def close(self) -> None:
         if self._planner is not None:

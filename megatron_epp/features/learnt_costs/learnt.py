@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import logging
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from megatron_epp.cost.blocks import LAYER, StageCosts
-from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
+from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.costs.megatron_facts import facts
 from megatron_epp.mcore.costs.sources import gathered
-from megatron_epp.mcore.costs.stored import write_whole
+from megatron_epp.mcore.costs.stored import kept_file
 from megatron_epp.mcore.releases import has_user_microbatches
 from megatron_epp.plan import EppError
 from megatron_epp.plan.flags import flag_of
@@ -56,19 +53,11 @@ def resumed(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[
     return made_by_first(lambda: _holding(args, loaded, now))
 
 
-def keep(args: argparse.Namespace, costs: KeptCosts) -> None:
-    """Write learnt costs to the checkpoint folder, on the first rank only. Does nothing if no checkpoints are saved."""
-    folder = getattr(args, "save", None)
-    if folder and dist.get_rank() == 0:
-        write_whole(Path(folder, FILE_NAME), json.dumps(to_state([costs]), sort_keys=True, indent=1, allow_nan=False))
-
-
 def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[str, Any]) -> PipelineCosts | None:
-    folder = getattr(args, "load", None)
-    path = Path(folder, FILE_NAME) if folder else None
+    path = kept_file(args, FILE_NAME)
     source = path if not loaded else "the checkpoint"
     try:
-        if not loaded and path is not None and path.exists():
+        if not loaded and path is not None:
             loaded = from_state(parse_json(read_text(path), "the text"))
     except (EppError, OSError, UnicodeDecodeError) as error:
         logger.warning("%s: %s. Costs are learnt again", path, error)

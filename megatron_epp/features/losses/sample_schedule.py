@@ -40,35 +40,13 @@ from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job, ra
 logger = logging.getLogger(__name__)
 
 SETTINGS = (
-    "planner",
-    "memory_cap_gb",
-    "fragmentation_share",
-    "chunk_tokens",
-    "slices",
-    "recompute",
-    "recompute_modes",
-    "offload",
-    "host_memory_gb",
-    "split_weight_gradient",
-    "costs",
-    "fp32_kv_gradients",
-    "loss_block_tokens",
-    "warm_up",
-    "wait_limit_seconds",
-    "report_dir",
-    "trace",
-    "allow_unknown_megatron",
+    *("planner", "memory_cap_gb", "fragmentation_share", "chunk_tokens", "slices", "recompute", "recompute_modes", "offload"),
+    *("host_memory_gb", "split_weight_gradient", "costs", "fp32_kv_gradients", "loss_block_tokens", "warm_up"),
+    *("wait_limit_seconds", "report_dir", "trace", "allow_unknown_megatron"),
 )
 """Flags of training, by their names behind ``--epp-``, that apply to samples of another program."""
 
-
-_FIXED = {
-    "epp_microbatches": "plan",
-    "epp_latents": "off",
-    "save": None,
-    "load": None,
-    "gradient_accumulation_fusion": False,
-}
+_FIXED = {"epp_microbatches": "plan", "epp_latents": "off", "save": None, "load": None, "gradient_accumulation_fusion": False}
 """Flags that samples of another program do not choose: they run in slices, and nothing is saved or loaded by itself."""
 
 _CHECKED_PARAMETERS = 8
@@ -134,7 +112,7 @@ class SampleSchedule:
         Raises:
             EppError: the model or a sample is not as it must be. What planning raises is raised by that call.
         """
-        planned = self._planned(self._attached(model if isinstance(model, list) else [model]), samples, forward_only)
+        planned = self._planned(self._attached(model), samples, forward_only)
         self._ahead[planned.digest, forward_only] = planned
 
     def __call__(
@@ -163,12 +141,11 @@ class SampleSchedule:
             EppError: the model or a sample is not as it must be, there is no plan under the memory cap, the loss of a token is
                 not finite, or there are gradients that an earlier call has finished.
         """
-        models = model if isinstance(model, list) else [model]
         wanted = wants_logprobs or wants_values
         if (wants_logprobs and self._asks.has_values) or (wants_values and not self._asks.has_values):
             there = "values" if self._asks.has_values else "logprobs"
             raise EppError(f"{self.loss.name} reads {there} of the model: ask for wants_{there}")
-        run = self._attached(models)
+        run, models = self._attached(model), self._models
         planned = self._planned(run, samples, forward_only, None if forward_only else self._has_gradients(models))
         try:
             with run.telling_others(unless=EppError):
@@ -216,23 +193,22 @@ class SampleSchedule:
             self._run.close()
         self._run = None
 
-    def _attached(self, models: list[torch.nn.Module]) -> SlicedRun:
+    def _attached(self, model: Any) -> SlicedRun:
+        models = model if isinstance(model, list) else [model]
         if self._run is not None:
             if models != self._models:
                 raise EppError("a schedule of samples is of one model: call wrap_samples again for another")
             return self._run
-        longest = max(
-            from_each_of_job(max(int(getattr(language_model_of(model), "max_sequence_length", 0) or 0) for model in models))
-        )
+        config, inside = get_model_config(models[0]), [*map(language_model_of, models)]
+        longest = max(from_each_of_job(max(int(getattr(model, "max_sequence_length", 0) or 0) for model in inside)))
         args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
         raise_for(from_each_of_job(next(filter(None, (refusal(model, self.loss.average) for model in models)), "")))
         for model in models:
             adopt_built(model, args)
         for adopt in targets(Asked(args), "built"):
-            adopt([*map(language_model_of, models)], args)
+            adopt(inside, args)
         run = new_run(args)
         run.loss, run.own_inputs = self.loss, self._own_inputs
-        config, inside = get_model_config(models[0]), [language_model_of(model) for model in models]
         own = max(map(axes_of, inside)), [layer for model in inside for layer in routed_layers(model.decoder)]
         axes, layers = zip(*from_each_of_job(own), strict=True)
         names = None if self._own_inputs is None else self._own_inputs.names
@@ -261,9 +237,8 @@ class SampleSchedule:
         if (known := self._ahead.pop((digest, forward_only), None)) is not None:
             known.dataset.take_payloads(dataset)
             return known
-        everything = tuple(range(count))
-        limits = run.replica, run.replicas
-        batches = PlannedBatches(dataset, [everything], run.plan_source(forward_only, of_batch=True), 1, None, *limits)
+        plans, everything = run.plan_source(forward_only, of_batch=True), tuple(range(count))
+        batches = PlannedBatches(dataset, [everything], plans, 1, None, run.replica, run.replicas)
         return _Planned(digest, dataset, batches)
 
     def _agreed(
@@ -353,9 +328,8 @@ class SampleSchedule:
         divisor = float(total[1])
         names = (self.loss.name, *self.loss.logged)
         means = {name: float(value) / max(divisor, 1.0) for name, value in zip(names, (total[0], *total[2:]), strict=True)}
-        joined = (
-            tuple(_joined([of_rank[at] for _, of_rank, _ in of_ranks if at in of_rank]) for at in range(count)) if wants else ()
-        )
+        pieces = ([of_rank[at] for _, of_rank, _ in of_ranks if at in of_rank] for at in range(count if wants else 0))
+        joined = tuple(map(_joined, pieces))
         of_each = ((), joined) if self._asks.has_values else (joined, ())
         return SampleReport(means, divisor, len(batch.plan.chunks), *of_each)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.attributes import having
-from megatron_epp.runtime.autograd.handles import SavedHandle
-from megatron_epp.runtime.autograd.weight_gradient import Product, gradient_node
+from megatron_epp.runtime.autograd.handles import Product, SavedHandle, gradient_node
 from megatron_epp.runtime.executor import Executor, Handler
 
 

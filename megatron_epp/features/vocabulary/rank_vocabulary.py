@@ -19,13 +19,13 @@ from megatron_epp.features.vocabulary.pipeline_shards import PipelineShards, Sha
 from megatron_epp.features.vocabulary.shards import Shard
 from megatron_epp.features.vocabulary.tied_table import TiedTable
 from megatron_epp.features.vocabulary.vocabulary_shard import VocabularyShard
-from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
+from megatron_epp.mcore.arguments.layout import VOCABULARY_FLAG
 from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.model.block_loss import block_tokens_of, weight_gradient
 from megatron_epp.mcore.model.stage import ChunkInputs, HeadSettings, MegatronStage
 from megatron_epp.mcore.model.trained_rows import rows_to_compute
 from megatron_epp.plan import EppError, Op, Plan
-from megatron_epp.runtime.autograd.weight_gradient import give_gradient
+from megatron_epp.runtime.autograd.handles import give_gradient
 from megatron_epp.runtime.executor import Handler
 from megatron_epp.runtime.links.objects import from_each_of_job
 from megatron_epp.runtime.side_thread import Background, SideStream, SideThread

@@ -21,8 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from megatron_epp.mcore import releases
-from megatron_epp.mcore.arguments.layout import placement_of
-from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, vocabulary_rows
+from megatron_epp.mcore.arguments.layout import VOCABULARY_FLAG, placement_of, vocabulary_rows
 from megatron_epp.mcore.model.block_loss import loss_obstacle
 from megatron_epp.mcore.model.replaced import mark
 from megatron_epp.plan import EppError

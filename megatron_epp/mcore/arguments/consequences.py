@@ -7,9 +7,8 @@ import logging
 
 from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import refusals
-from megatron_epp.mcore.arguments.layout import EVEN, KEEPING_LAYERS, apply_layout, is_divided, is_open
+from megatron_epp.mcore.arguments.layout import EVEN, KEEPING_LAYERS, VOCABULARY_FLAG, apply_layout, is_divided, is_open
 from megatron_epp.mcore.arguments.rule import Door, Rule, flags, given_flags, problems_of
-from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG
 from megatron_epp.mcore.releases import check_calls, has_user_microbatches, installed_version, saves_several_buckets_resharded
 from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.placement import placements_of

@@ -1,4 +1,4 @@
-"""The layout that `--epp-layout` asks for: read, checked against Megatron's flags, and passed on to these."""
+"""Layers, output layer and tokens of ranks: what flags ask for, checked against Megatron's flags, and passed on to these."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import argparse
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.mcore.arguments.fp8 import row_multiple
+from megatron_epp.cost.casts import RECIPES, recipe_of
+from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.rule import Door, Rule, flags, problems_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of
@@ -25,6 +27,10 @@ REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "
 LAYOUT_FLAG = "--epp-layout"
 SEARCHED = ("auto", "balanced")
 """Values of the flag for which the run's data decide, when it is set up (`training.layout_search`); even layers until then."""
+VOCABULARY_FLAG = "--epp-vocab-parallel"
+_MULTIPLES = (64, 8)  # numbers of rows by whose multiples a large vocabulary is divided, since matrix products are faster then
+_EVENNESS = 64
+"""Smallest shard for which this is done, in multiples, so that shards differ by about a 64th at most. Not measured."""
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Names of a hybrid model's pattern of layers: Megatron's present flag, and the flag of older releases."""
 EVEN = "even"
@@ -96,6 +102,17 @@ def token_multiple(args: argparse.Namespace) -> int:
 def token_shards(args: argparse.Namespace) -> int:
     """Return the number of ranks that share a chunk's tokens."""
     return args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+
+
+def recipe(settings: object) -> str:
+    """Return the name of the recipe by which layers multiply, from flags or a model's configuration; empty without FP8."""
+    return recipe_of({name: getattr(settings, name, None) for name in ("fp8", "fp8_recipe")})
+
+
+def row_multiple(settings: object) -> int:
+    """Return the multiple of rows that products need on every rank; 1 without FP8."""
+    casts = RECIPES.get(recipe(settings))
+    return 1 if casts is None else casts.rows
 
 
 def placement_of(args: argparse.Namespace) -> Placement:
@@ -173,3 +190,33 @@ def world_of(megatron: Mapping[str, Any]) -> int:
         if not isinstance(size, int) or size < 1:
             raise EppError(f"{flag_of(name)} is {size!r}; it must be a whole number from 1")
     return math.prod(sizes.values())
+
+
+def shards_vocabulary(args: argparse.Namespace) -> bool:
+    """Return True if a run's output layer is divided over its pipeline ranks, which is settled before the model is built."""
+    return getattr(args, "epp_vocab_parallel", "off") == "on"
+
+
+def vocabulary_rows(entries: int, num_ranks: int) -> tuple[range, ...]:
+    """Divide the rows of one tensor-parallel rank over the pipeline ranks. Raises `ArgumentError` if there are too few."""
+    if entries < num_ranks:
+        what = f"{VOCABULARY_FLAG} on divides a vocabulary of {entries} entries on each tensor-parallel rank"
+        ranks = f"--pipeline-model-parallel-size {num_ranks} ranks, some of which would have none"
+        raise ArgumentError(f"{what} over {ranks}: set it to off")
+    multiple = next((m for m in _MULTIPLES if entries // num_ranks >= _EVENNESS * m), 1)
+    bounds = [*(entries * rank // num_ranks // multiple * multiple for rank in range(num_ranks)), entries]
+    return tuple(range(start, end) for start, end in pairwise(bounds))
+
+
+def vocabulary_shares(args: argparse.Namespace) -> tuple[float, ...]:
+    """Return the share of the output layer on each pipeline rank; empty if the last stage has all of it."""
+    if not shards_vocabulary(args):
+        return ()
+    entries = args.padded_vocab_size // args.tensor_model_parallel_size
+    return tuple(len(rows) / entries for rows in vocabulary_rows(entries, args.pipeline_model_parallel_size))
+
+
+def settle_vocabulary(args: argparse.Namespace, *, shards: bool) -> None:
+    """Replace ``auto`` by a decision: divide the output layer if `shards`. Any other setting stays as it is."""
+    if args.epp_vocab_parallel == "auto":
+        args.epp_vocab_parallel = "on" if shards else "off"

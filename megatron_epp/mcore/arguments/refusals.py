@@ -10,12 +10,19 @@ import sys
 from argparse import Namespace
 from functools import partial
 
-from megatron_epp.mcore.arguments import ArgumentError, fp8, setting_checks
+from megatron_epp.mcore.arguments import ArgumentError, setting_checks
 from megatron_epp.mcore.arguments.flag import GIVEN
-from megatron_epp.mcore.arguments.layout import PER_RANK, PER_STAGE, is_divided, is_open, layout_problems
+from megatron_epp.mcore.arguments.layout import (
+    PER_RANK,
+    PER_STAGE,
+    VOCABULARY_FLAG,
+    is_divided,
+    is_open,
+    layout_problems,
+    shards_vocabulary,
+)
 from megatron_epp.mcore.arguments.rule import BOTH, Check, Door, Rule, Rules, flags, problems_of
 from megatron_epp.mcore.arguments.setting_checks import virtual
-from megatron_epp.mcore.arguments.vocabulary import VOCABULARY_FLAG, shards_vocabulary
 from megatron_epp.mcore.model.kinds import KINDS, of_experts
 from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.planners import PLANNERS, begins_with_greedy
@@ -199,7 +206,7 @@ RULES: Rules = (
         lambda a: "global_aux_loss" in a.moe_router_load_balancing_type,
     ),
     Check(setting_checks.weight_shards, Door.ALL),
-    Check(fp8.problems, Door.ALL),
+    Check(setting_checks.fp8_recipe, Door.ALL),
     Check(setting_checks.without_effect, _OWN),
     *flags(
         "--epp-offload --epp-host-memory-gb --epp-split-weight-gradient",
@@ -246,7 +253,7 @@ RULES: Rules = (
     Rule("--epp-trace", lambda a: a.epp_report_dir is None, "needs a folder to write to", "add --epp-report-dir"),
     # It makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
     Rule("--delay-wgrad-compute", lambda a: not splits_weights(a), "is set by --epp-split-weight-gradient", "leave it out"),
-    Check(setting_checks.optional),
+    Check(setting_checks.overlapped),
     Check(lambda a, door: problems_of(a, door, VOCABULARY) if shards_vocabulary(a) else ()),
     Check(setting_checks.layers),
     Check(partial(of_experts, "chunk_problems"), Door.SLICED_MODEL),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pkgutil import resolve_name
 from typing import Any
 
+from megatron_epp.cost.casts import RECIPES
 from megatron_epp.mcore.arguments import layout
 from megatron_epp.mcore.arguments.flag import GIVEN, Number
 from megatron_epp.mcore.arguments.rule import Door, flags
@@ -27,8 +28,6 @@ REPLAYS = flags(
 )
 """Router replay, which takes the routes of microbatches from queues, in the order in which these run."""
 _REPLAY_VARIABLE = "ENABLE_ROUTING_REPLAY"  # environment variable that slime sets to 1 in the processes whose routers replay
-OPTIONAL = {"epp_overlap_exchanges": "megatron_epp.contrib.overlap:problems"}
-"""Switches of other packages, each with the function that yields what is incompatible with it, imported if it is on."""
 REFUSED_LAYERS = {"D": "sparse attention (DSA)"}
 """Names of layers that Megatron has and `kinds.KINDS` has not, by their symbol in `--hybrid-layer-pattern`."""
 
@@ -68,6 +67,15 @@ def weight_shards(settings: Any, door: Door) -> Iterator[str]:
             refused = door.with_value(f"{prefix}tensor_parallel_num_weight_shards", shards)
             why = "weights are gathered ahead in the order of the first iteration, which recompute changes"
             yield f"{door.cannot} {refused} on {ranks} tensor-parallel ranks: {why}; leave it out"
+
+
+def fp8_recipe(settings: object, door: Door) -> Iterator[str]:
+    """Yield a recipe whose scales depend on what ran before."""
+    name = layout.recipe(settings)
+    if name and name not in RECIPES:
+        histories = "its amax histories advance with every chunk, and plans choose their order and number"
+        reason = histories if name == "delayed" else "what it keeps between chunks is unknown"
+        yield f"{door.cannot} {door.with_value('fp8_recipe', name)} ({reason}): use tensorwise, blockwise or mxfp8"
 
 
 HONOURED = {"epp", "epp_microbatches", "epp_order", "epp_memory_cap_gb", "epp_split_weight_gradient", "epp_offload"}
@@ -154,10 +162,9 @@ def planned_only(args: Namespace, _: Door) -> Iterator[str]:
         yield f"--epp-planner {planner} is planned, not run: training lacks {entry.lacks}; use --epp-planner greedy"
 
 
-def optional(args: Namespace, _: Door) -> Iterator[str]:
-    for attribute, target in OPTIONAL.items():
-        if getattr(args, attribute):
-            yield from resolve_name(target)(args)
+def overlapped(args: Namespace, _: Door) -> Iterator[str]:
+    if args.epp_overlap_exchanges:
+        yield from resolve_name("megatron_epp.contrib.overlap:problems")(args)
 
 
 def pattern_problem(pattern: str | None) -> str:

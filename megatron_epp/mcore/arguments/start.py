@@ -17,8 +17,9 @@ from pkgutil import resolve_name
 from typing import Any
 
 from megatron_epp.data.token_record import missing_tokenizer
-from megatron_epp.mcore.arguments import ArgumentError, fp8
+from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import door_of, prepare_epp_args
+from megatron_epp.mcore.arguments.layout import recipe
 from megatron_epp.mcore.arguments.refusals import START
 from megatron_epp.mcore.arguments.rule import Door, problems_of
 from megatron_epp.mcore.model.kinds import flex_backend
@@ -143,7 +144,7 @@ def _packages(args: Namespace) -> Iterator[str]:
             torch.cuda.get_device_capability()
         except (AssertionError, RuntimeError):  # torch without CUDA, or no driver
             yield "--moe-grouped-gemm needs a GPU, and torch finds none: leave it out"
-    if fp8.recipe(args) and find_spec("transformer_engine") is None:
+    if recipe(args) and find_spec("transformer_engine") is None:
         yield f"--fp8-format {args.fp8} needs Transformer Engine, which is not installed: add it, or leave it out"
     if (backend := flex_backend(args)) in ("deepep", "hybridep") and find_spec("deep_ep") is None:
         yield f"--moe-token-dispatcher-type flex by {backend} needs deep_ep, which is not installed: add it, or use alltoall"

@@ -100,33 +100,13 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     return costs
 
 
-def _of_layers(stage: MegatronStage, recompute: Recompute) -> list[tuple[float, float]]:
-    """Return the bytes per token that each layer keeps, and its backward's peak above what is live when that begins."""
-    meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    layers = [_LayerBytes(meter) for _ in layers_of(stage)]
-
-    def note(number: int, event: str) -> None:
-        if event == "gradient in":  # the layer behind may not have been told yet that its backward has ended
-            for layer in layers[number + 1 :]:
-                layer.note_peak()
-        layers[number].note(event)
-
-    with meter, ExitStack() as watching:
-        for number, module in enumerate(layers_of(stage)):
-            watching.enter_context(watched([module], partial(note, number)))
-        _, output, context = forward(stage, chunk, recompute=recompute)
-        backward(stage, output, context)
-    tokens = chunk.num_tokens
-    return [(layer.kept_bytes / tokens, (layer.peak_bytes - layer.begin_bytes) / tokens) for layer in layers]
-
-
 def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tuple[BlockCosts, ...]:
     """Measure what each of a stage's layers keeps, and the most that its backward holds, where they are of several kinds.
 
     `mean` has the costs whose recompute modes are measured; `least` is the bytes per token of a layer's input, which counts for
     a layer that recomputes in full.
     """
-    own = {mode: _of_layers(stage, _with(mode, stage.num_layers)) for mode in ("", *mean.recompute, FULL)}
+    own = {mode: _held(stage, _with(mode, stage.num_layers)).layers for mode in ("", *mean.recompute, FULL)}
     unlike = []
     for number, (bare, _) in enumerate(own[FULL]):
         kept_bytes = {mode: least + layers[number][0] - bare for mode, layers in own.items()}
@@ -216,6 +196,8 @@ def _with(mode: str, count: int, full: int = 0) -> Recompute:
 class Held(NamedTuple):
     """Bytes per token."""
 
+    # What each layer keeps, and its backward's peak above what is live when that begins
+    layers: Sequence[tuple[float, float]]
     activations: float  # held from forward to backward
     head: float  # part of `activations` that is freed before the backward reaches the layers
     peak_above_entry: float  # peak while the backward of the last layer runs, above what was live when it began
@@ -225,28 +207,29 @@ class Held(NamedTuple):
     ahead: float  # part of `activations` that layers of multi-token prediction keep
 
 
-def _last_layer(stage: MegatronStage, that_caches: bool = False) -> list[torch.nn.Module]:
-    """Return a stage's last layer (that caches keys and values, if any does)."""
-    layers = [*layers_of(stage)]
-    caching = [layer for layer in layers if _num_cached(layer)] if that_caches else []
-    return caching[-1:] or layers[-1:]
-
-
 def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
-    """Run a chunk forward and backward, and measure; watch the last layer's backward for its peak."""
+    """Run a chunk forward and backward, and measure; watch all layers' backwards for their peaks."""
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    last, ahead = _LayerBytes(meter), _LayerBytes(meter)
+    layers, ahead = [_LayerBytes(meter) for _ in layers_of(stage)], _LayerBytes(meter)
     of_prediction = stage.language_model.mtp.layers if stage.depths else ()
 
-    with meter, watched(_last_layer(stage), last.note), watched(of_prediction, ahead.note):
+    def note(number: int, event: str) -> None:
+        if event == "gradient in":  # the layer behind may not have been told yet that its backward has ended
+            for layer in layers[number + 1 :]:
+                layer.note_peak()
+        layers[number].note(event)
+
+    with meter, watched(of_prediction, ahead.note), ExitStack() as watching:
+        for number, module in enumerate(layers_of(stage)):
+            watching.enter_context(watched([module], partial(note, number)))
         _, output, context = forward(stage, chunk, recompute=recompute)
         activations = meter.live_bytes
         backward(stage, output, context, keep_weights)
         weights = meter.live_bytes
-        layers, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
-    of_last = activations - last.begin_bytes, last.peak_bytes - last.begin_bytes
-    sizes = activations, *of_last, weights, layers, ahead.kept_bytes
-    return Held(*(size / chunk.num_tokens for size in sizes))
+        layers_weights, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
+    last, tokens = layers[-1] if layers else _LayerBytes(meter), chunk.num_tokens
+    sizes = activations, activations - last.begin_bytes, last.above_bytes, weights, layers_weights, ahead.kept_bytes
+    return Held([(each.kept_bytes / tokens, each.above_bytes / tokens) for each in layers], *(size / tokens for size in sizes))
 
 
 class _LayerBytes:
@@ -263,6 +246,10 @@ class _LayerBytes:
         self.runs = 0
         self.kept_bytes = self.begin_bytes = self.peak_bytes = 0
         self._meter = meter
+
+    @property
+    def above_bytes(self) -> int:
+        return self.peak_bytes - self.begin_bytes
 
     def note(self, event: str) -> None:
         if event in ("in", "out"):
@@ -323,7 +310,8 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
     last = _LayerBytes(meter)
-    with meter, watched(_last_layer(stage, that_caches=True), note):
+    caching = [layer for layer in layers_of(stage) if _num_cached(layer)] or [*layers_of(stage)]
+    with meter, watched(caching[-1:], note):
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))

@@ -20,9 +20,8 @@ from megatron_epp.cost.casts import casts_of
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime
-from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG
+from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, vocabulary_shares
 from megatron_epp.mcore.arguments.table import names_of
-from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.megatron_facts import (
     FORMULAS,

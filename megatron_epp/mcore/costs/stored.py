@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.mcore.arguments.layout import vocabulary_shares
 from megatron_epp.mcore.arguments.table import names_of
-from megatron_epp.mcore.arguments.vocabulary import vocabulary_shares
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, Ask, costs_file
 from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.errors import as_setting
@@ -55,8 +55,17 @@ def check_costs(args: argparse.Namespace, costs: PipelineCosts, num_stages: int,
         )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of a checkpoint folder, which is made if needed, whole or not at all. Raises `EppError`, which names it."""
+def kept_file(args: argparse.Namespace, name: str) -> Path | None:
+    """Return a file that an earlier run kept in the folder of the loaded checkpoint; None if there is none."""
+    folder = getattr(args, "load", None)
+    return path if folder and (path := Path(folder, name)).exists() else None
+
+
+def keep_file(args: argparse.Namespace, name: str, text: str) -> None:
+    """Write a file to this run's checkpoints, if it saves some, whole or not at all; on the first rank. Raises `EppError`."""
+    if not getattr(args, "save", None) or args.rank:
+        return
+    path = Path(args.save, name)
     try:
         os.makedirs(path.parent, exist_ok=True)
         write_text(path, text)

@@ -255,14 +255,11 @@ class DocumentDataset:
             left = f"{self.num_left_out:,} of {total:,} tokens ({self.num_left_out / total:.1%})"
             beyond = f"what {self.num_long:,} documents have beyond --seq-length {limit:,}; --epp-documents split trains on all"
             _warn(f"{name} {self.file.prefix}: --epp-documents truncate leaves out {left}, {beyond}")
-            self._tell_cut(name)
-
-    def _tell_cut(self, name: str) -> None:
-        """Warn of trained tokens that truncation leaves out, on the first rank, which alone counts them."""
-        if self.file.mask is None or (dist.is_initialized() and dist.get_rank()):
-            return
-        labels = self.trained_labels()
-        if labels.cut:
+            if self.file.mask is None or (dist.is_initialized() and dist.get_rank()):
+                return
+            labels = self.trained_labels()  # counted on the first rank alone
+            if not labels.cut:
+                return
             cut = f"{labels.cut:,} of {labels.total:,} trained tokens ({100 * labels.cut / labels.total:.1f}%)"
             todo = f"raise --seq-length {self._sequences.limit:,}, or use --epp-documents split"
             logger.warning("%s %s: --epp-documents truncate leaves out %s: %s", name, self.file.prefix, cut, todo)

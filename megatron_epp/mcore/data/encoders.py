@@ -68,7 +68,7 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
     identity = identity_of(tokenizer, config)
     if config.tokenizer_type != "HuggingFaceTokenizer":
         return Encoder(encode, identity, flags)
-    model = releases.hugging_face_tokenizer(tokenizer)
+    model = tokenizer._tokenizer.tokenizer  # Megatron wraps it twice
     decode = partial(model.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     added = (number for number, token in model.added_tokens_decoder.items() if token.special)
     stops = frozenset(map(int, (*added, *model.all_special_ids)))

@@ -1,4 +1,4 @@
-"""A training by plans, on documents or on a caller's microbatches: its ranks, watchdog and failures."""
+"""A training by plans, on documents or on a caller's microbatches: its ranks, watchdog and failures, and a plan's run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import argparse
 import logging
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,17 +22,20 @@ from megatron_epp.features import Asked
 from megatron_epp.launch.run_folder import hold
 from megatron_epp.mcore.arguments.layout import placement_of
 from megatron_epp.mcore.arguments.table import TRAINING, names_of
-from megatron_epp.mcore.iteration.loggers import Totals
-from megatron_epp.mcore.iteration.reduction import process_groups
-from megatron_epp.mcore.iteration.report_thread import Reports
+from megatron_epp.mcore.iteration.loggers import Reports, Totals
+from megatron_epp.mcore.iteration.reduction import Reduction, gather_parameters, process_groups
 from megatron_epp.mcore.iteration.run_feature import RunFeature
-from megatron_epp.plan import EppError, Plan
+from megatron_epp.plan import EppError, Op, Plan
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem, connected
 from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.runtime.context import Program
+from megatron_epp.runtime.executor import HANDLERS, Executor, Handler
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups, from_each_of_job, made_by_first
+from megatron_epp.runtime.memory_use import device_usage
+from megatron_epp.runtime.recorder import Recorder
 from megatron_epp.runtime.side_thread import complete_at_end
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_epp.cost.model import PipelineCosts
     from megatron_epp.losses import Loss
     from megatron_epp.mcore.model.own_inputs import OwnInputs
-    from megatron_epp.port.planning import BackgroundPlanner
+    from megatron_epp.port.planning import BackgroundPlanner, PlanningProcess
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,8 @@ def num_trained(stage: Any) -> int:
     return sum(weight.numel() for weight in stage.model.parameters() if weight.requires_grad)
 
 
+BeginStage = Callable[[Any, Callable[[], None], Callable[[], None]], None]
+"""Gives a stage its inputs, and what it calls before its last gradient and when its gradients are complete."""
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 """Runs of this process."""
 NOTHING_TRAINS = (
@@ -81,6 +88,8 @@ class Run:
     step: str | None = None
     """Step of settling costs, while it is under way."""
 
+    process: PlanningProcess | None = None
+    """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
     features: tuple[RunFeature, ...] = ()
     loss: Loss | None = None
     """A loss of the user's, which our own stages compute; None for Megatron's, and where the caller's step has its loss."""
@@ -100,6 +109,8 @@ class Run:
         self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.lockstep_groups, self.lockstep_ranks = lockstep_groups()
         self.lockstep_group = next(number for number, group in enumerate(self.lockstep_groups) if self.replica in group)
+        self.plans = dist.get_rank() == self.own_ranks[0]
+        """The first rank of a group plans."""
         self.failures = FailureBoard.of_job()
         limit = self.names["wait_limit_seconds"]
         self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures, limit_name=limit)
@@ -188,6 +199,11 @@ class Run:
         """Figures of the last iteration that features have."""
         return {name: figure for feature in self.features for name, figure in feature.figures.items()}
 
+    def ask(self, name: str, *args: Any) -> Any:
+        """Call a function in the planning process, on the first rank of the job."""
+        assert self.process is not None
+        return self.process.call(name, *args)
+
     def plan_by(self, costs: PipelineCosts) -> None:
         """Use other costs for plans to come."""
         self.costs = costs
@@ -195,6 +211,42 @@ class Run:
     def planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
         """Return a planner by these costs, on a rank that plans batches."""
         raise NotImplementedError
+
+    def run_plan(
+        self,
+        models: Sequence[torch.nn.Module],
+        plan: Plan,
+        recorder: Recorder,
+        saved: SavedTensors | None,
+        reduction: Reduction,
+        begin: BeginStage,
+        program: Program,
+        inputs: Callable[[int], Any] | None = None,
+    ) -> None:
+        """Run this rank's part of a plan, and start the reduction of gradients, while `saved` counts tensors. For `program` see
+        `Executor`; `inputs` of a chunk are for features, and None if chunks are a caller's microbatches.
+        """
+        if not plan.forward_only:
+            self.check_trained()
+
+        def out_of_memory(*failed: Any) -> str:  # with a text that only a run which fails imports
+            asked = partial(device_usage, saved=saved), self.args.epp_recompute != "auto", self.makes_chunks, self.names
+            text: str = resolve_name("megatron_epp.runtime.out_of_memory:OutOfMemoryReport")(*asked).text(*failed)
+            return text
+
+        # What the plan does not order is launched around it, at the same points on all ranks: the gathering of parameters, then
+        # what features launch before and behind it.
+        with reduction, saved or nullcontext(), torch.set_grad_enabled(not plan.forward_only), ExitStack() as around:
+            if not plan.forward_only:
+                gather_parameters(get_model_config(models[0]), models)
+            handlers: Mapping[Op, Handler] = HANDLERS
+            for feature in self.features:
+                handlers = {**handlers, **around.enter_context(feature.running(plan, inputs, reduction, handlers))}
+            for index, stage in enumerate(self.stages.values()):
+                begin(stage, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
+            watched = recorder, self.watchdog
+            own = plan, self.rank, self.stages, program, self.links
+            Executor(*own, *watched, out_of_memory=out_of_memory, handlers=handlers).run()
 
     def finish_gradients(
         self, models: list[torch.nn.Module], num_tokens: torch.Tensor, pg_collection: Any, force_all_reduce: bool | None
@@ -209,10 +261,14 @@ class Run:
             config.finalize_model_grads_func(models, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
 
     def close(self) -> None:
-        """Wait until background threads have completed their work."""
-        complete_at_end(self.reports.complete)
-        for feature in self.features:
-            feature.close()
+        """Wait for the work of background threads, and end planning. A thread that still waits for a plan gets an error."""
+        try:
+            complete_at_end(self.reports.complete)
+            for feature in self.features:
+                feature.close()
+        finally:
+            if self.process is not None:
+                self.process.close()
 
 
 def complete_reports() -> None:

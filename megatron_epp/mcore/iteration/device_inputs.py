@@ -17,7 +17,7 @@ from megatron_epp.mcore.model.stage import ChunkInputs, MegatronStage
 from megatron_epp.plan import Action
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
 from megatron_epp.runtime.attention.segments import SegmentTable, offsets_of
-from megatron_epp.runtime.context import Program, program_of
+from megatron_epp.runtime.context import Program, chunk_layouts
 from megatron_epp.runtime.upload import Upload, Uploader
 
 
@@ -26,21 +26,17 @@ class BatchInputs:
     """Inputs of a rank for all chunks of a batch; `chunks` are empty on a rank whose stages read none.
 
     `sequence_ends` are int64 ``[sequences + 1]``: offsets of the batch's sequences when they are laid one after the other.
+    `program` waits for the upload; None for a baseline.
     """
 
     upload: Upload
     chunks: tuple[ChunkInputs, ...]
     sequence_ends: Tensor
+    program: Program | None = None
 
     def chunk(self, chunk: int) -> ChunkInputs:
         """Return the inputs of a chunk; without tensors on a rank whose stages read none."""
         return self.chunks[chunk] if self.chunks else ChunkInputs()
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    program: Program
-    inputs: BatchInputs
 
 
 RowsOf = Callable[[Tensor], Tensor | None]
@@ -74,18 +70,18 @@ class RankInputs:
         """Positions with several axes turn queries and keys of every layer."""
         return self.reads_tokens or self.of_inputs.axes > 1
 
-    def prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
+    def prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> BatchInputs:
         """Prepare a rank's part of a planned batch with these lowered actions, and start to upload what it reads. Raises
         `EppError`, or an error of the operating system, if the tokens cannot be read.
         """
         assert batch.plan is not None
-        program = program_of(batch.plan, actions)
+        layouts = chunk_layouts(batch.plan)
         asked = self.depths, self.of_loss, self.of_inputs
         arrays = (batch.chunk(chunk, *asked) for chunk in range(len(batch.plan.chunks)))
-        tables = [layout.table for layout in program.layouts]
+        tables = [layout.table for layout in layouts]
         replays = self.of_inputs.routing is not None and getattr(batch.dataset, "has_routes", False)
         inputs = self.upload(arrays, batch.lengths, tables, replays)
-        return PreparedBatch(replace(program, upload=inputs.upload), inputs)
+        return replace(inputs, program=Program(actions, layouts, inputs.upload))
 
     def upload(
         self,

@@ -20,7 +20,6 @@ from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.iteration.loggers import memory_text
 from megatron_epp.mcore.iteration.reduction import NoReduction, Reduction
 from megatron_epp.mcore.iteration.report import IterationReport, count_tokens
-from megatron_epp.mcore.iteration.run_plan import run_plan
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
 from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.model.losses import average_router_losses, report_of
@@ -71,7 +70,7 @@ def forward_backward_elastic(**arguments: Any) -> list[dict[str, torch.Tensor]]:
 
         loss, report = run_batch(run, models, batch, forward_only, finish)
         if not forward_only:
-            count_tokens(batch.prepared.inputs)
+            count_tokens(batch.prepared)
             if run.args.epp_batch_tokens is not None:
                 # To which Megatron's loop adds the sequences that it has asked for.
                 run.args.consumed_train_samples = batch.consumed_samples - count * run.replicas
@@ -81,17 +80,13 @@ def forward_backward_elastic(**arguments: Any) -> list[dict[str, torch.Tensor]]:
     return [] if loss is None else [report_of(loss, run.loss)]
 
 
-def _raise_not_finite(problem: str) -> None:
-    raise EppError(f"{problem}. Check where these values come from, or leave the token out of the mask")
-
-
 def run_batch(
     run: SlicedRun,
     models: list[torch.nn.Module],
     batch: GlobalBatch,
     forward_only: bool,
     finish: Callable[[torch.Tensor], None],
-    on_not_finite: Callable[[str], None] = _raise_not_finite,
+    on_not_finite: Callable[[str], None] | None = None,
     *,
     reduces: bool = True,
 ) -> tuple[torch.Tensor | None, IterationReport]:
@@ -99,21 +94,40 @@ def run_batch(
 
     Args:
         finish: called after the last backward with the number of tokens, which is 0 on all ranks but the last.
-        on_not_finite: called on a rank that has found the loss of a token that is not finite; gradients are without it.
+        on_not_finite: called on a rank that has found the loss of a token that is not finite, in place of an `EppError`;
+            gradients are without it.
 
     Returns on the last rank the sums to report, elsewhere None; and the report of the iteration, for `finish_batch`.
     """
+    assert batch.plan is not None
     # Reports are made while later batches are on the device, where this one's inputs must not be kept.
     report = IterationReport.begin(run, replace(batch, prepared=None), forward_only)
-    if batch.plan is not None and batch.peak_items is not None:
+    if batch.peak_items is not None:
         run.peak_text = memory_text(batch.plan.predicted.peak_bytes, batch.peak_items, report.iteration)
     run.watchdog.note = _of_own_chunks(run, batch)  # until the next batch: the device may stand still behind the host
     with run.telling_others():
         for feature in run.features:
             feature.before(batch)
-        _run_on_rank(run, models, batch, report, reduces)
+        # Hooks take one backward as a parameter's last. That is wrong where vocabulary shards add gradients behind it, or where
+        # a chunk without spans gives encoders none.
+        may_use_hooks = run.rank == 0 and run.own_inputs is None and not any(feature.adds_gradients for feature in run.features)
+        reduction: Reduction = NoReduction(models)
+        if reduces:
+            reduction = Reduction(get_model_config(models[0]), models, may_use_hooks, run.options.split_weight)
+        inputs = batch.prepared
+        report.count_saved_tensors(inputs.upload.buffer, batch.plan.forward_only)
+
+        def begin(stage: MegatronStage, *calls: Callable[[], None]) -> None:
+            stage.begin(inputs.chunk, *calls)
+
+        run.run_plan(models, batch.plan, report.recorder, report.saved, reduction, begin, inputs.program, inputs.chunk)
+        for stage in run.stages.values():
+            stage.end()
         for problem in filter(None, (stage.problem for stage in run.stages.values())):
-            on_not_finite(problem)  # before gradients are finished, which other ranks take part in: none of them gets to a step
+            # Before gradients are finished, which other ranks take part in: none of them gets to a step.
+            if on_not_finite is None:
+                raise EppError(f"{problem}. Check where these values come from, or leave the token out of the mask")
+            on_not_finite(problem)
         with run.watching("waits for the loss"):
             loss, num_tokens = _loss_on_last_rank(run)
         if not forward_only:
@@ -160,26 +174,6 @@ def warn_and_clear_untrained(run: SlicedRun, models: Sequence[Any], config: Any,
             "of this kind; %s)",
             *(whose, count, advice),
         )
-
-
-def _run_on_rank(
-    run: SlicedRun, models: list[torch.nn.Module], batch: GlobalBatch, report: IterationReport, reduces: bool
-) -> None:
-    assert batch.plan is not None
-    program, inputs = batch.prepared.program, batch.prepared.inputs.chunk
-    # Hooks take one backward as a parameter's last. That is wrong where vocabulary shards add gradients behind it, or where a
-    # chunk without spans gives encoders none.
-    may_use_hooks = run.rank == 0 and run.own_inputs is None and not any(feature.adds_gradients for feature in run.features)
-    splits = run.options.split_weight
-    reduction = Reduction(get_model_config(models[0]), models, may_use_hooks, splits) if reduces else NoReduction(models)
-    report.count_saved_tensors(batch.prepared.inputs.upload.buffer, batch.plan.forward_only)
-
-    def begin(stage: MegatronStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
-        stage.begin(inputs, before_last_gradient, reduce)
-
-    run_plan(run, models, batch.plan, report, reduction, begin, program, inputs)
-    for stage in run.stages.values():
-        stage.end()
 
 
 def _loss_on_last_rank(run: SlicedRun) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -25,16 +25,20 @@ from megatron_epp.mcore.arguments.setting_checks import advice
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, run_facts, trained_share
 from megatron_epp.mcore.costs.sources import Step, by_stage, gathered
 from megatron_epp.mcore.iteration.base_run import Run
-from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes, LocalShapes, Shapes, agree_on_shapes
-from megatron_epp.mcore.iteration.microbatch_look_ahead import Ahead, installed
+from megatron_epp.mcore.iteration.microbatch_agreement import (
+    AgreedShapes,
+    Ahead,
+    LocalShapes,
+    Shapes,
+    agree_on_shapes,
+    installed,
+)
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, tensor_bytes
 from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.iteration.reduction import Reduction
-from megatron_epp.mcore.iteration.replay import is_replay
 from megatron_epp.mcore.iteration.report import IterationReport
 from megatron_epp.mcore.iteration.run_feature import Learning
-from megatron_epp.mcore.iteration.run_plan import run_plan
-from megatron_epp.mcore.iteration.schedule_call import ScheduleCall
+from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, is_replay
 from megatron_epp.mcore.releases import reads_ahead
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
@@ -43,7 +47,7 @@ from megatron_epp.plan.plan_figures import offload_share
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan
 from megatron_epp.port.planning import PlanningProcess
-from megatron_epp.runtime.context import program_of
+from megatron_epp.runtime.context import Program, chunk_layouts
 from megatron_epp.runtime.links.objects import from_each_of_job, made_by_first
 from megatron_epp.runtime.memory_use import possible_on_device
 from megatron_epp.runtime.side_thread import SideThread
@@ -114,12 +118,11 @@ class MicrobatchRun(Run):
             stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, token_shards(args))
             for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
         }
-        self._process = PlanningProcess() if dist.get_rank() == self.own_ranks[0] else None
-        """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
+        self.process = PlanningProcess() if self.plans else None
         connect(self, stages)
         self._can_look_ahead: bool | None = None
         self.ahead = Ahead(self._agreed_ahead)
-        self._thread = None if self._process is None else SideThread("epp-planning")  # which waits for the process
+        self._thread = None if self.process is None else SideThread("epp-planning")  # which waits for the process
         self._begun: tuple[_Key, Future[tuple[PackedPlan, tuple[int, ...]]]] | None = None
         """Plan of the next iteration, where this rank plans and has begun."""
         use_communicators(self)  # ahead of `settle`, whose caps then count their memory
@@ -211,12 +214,11 @@ class MicrobatchRun(Run):
         report.saved = self.counting(planned.plan, parameters, measures and not self._on_gpu)
         microbatches = dict(zip(self.stages.values(), sources, strict=True))
 
-        def begin(stage: MicrobatchStage, before_last_gradient: Callable[[], None], reduce: Callable[[], None]) -> None:
-            order = planned.order
-            stage.begin(call, microbatches[stage], agreed.here, order, before_last_gradient, reduce, report.saved)
+        def begin(stage: MicrobatchStage, *calls: Callable[[], None]) -> None:
+            stage.begin(call, microbatches[stage], agreed.here, planned.order, report.saved, *calls)
 
-        program = program_of(planned.plan, planned.actions)
-        run_plan(self, self.models, planned.plan, report, reduction, begin, program)
+        program = Program(planned.actions, chunk_layouts(planned.plan))
+        self.run_plan(self.models, planned.plan, report.recorder, report.saved, reduction, begin, program)
         self._measured = agreed if measures else self._measured
         if not call.forward_only:
             self._after(planned.plan, report)
@@ -230,34 +232,25 @@ class MicrobatchRun(Run):
         mine = {number: (len(layers_of(stage.model)), trained_share(stage)) for number, stage in self.stages.items()}
         counts, trained = zip(*by_stage(mine, self.links), strict=True)
         asked = None, counts, trained, (), True
-        by_formula, _ = made_by_first(lambda: self._ask("prior", *asked))
+        by_formula, _ = made_by_first(lambda: self._of_formulas("prior", *asked))
         return self.measured(of_whole_microbatches(by_formula))
 
     def _make(self, agreed: AgreedShapes, forward_only: bool) -> tuple[PackedPlan, tuple[int, ...]]:
-        assert self._process is not None  # this rank plans
+        assert self.process is not None  # this rank plans
         problem: Problem = replace(self.problem, forward_only=forward_only)
         asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self.options
         in_order = self.args.epp_order == GIVEN
         as_given = "plan_in_order_as_given" if in_order else _AS_GIVEN
         if not self.learning.is_done:
-            return self._process.plan_microbatches(as_given, *asked)
+            return self.process.plan_microbatches(as_given, *asked)
         try:
-            return self._process.plan_microbatches("plan_in_order" if in_order else "plan_microbatches", *asked)
+            return self.process.plan_microbatches("plan_in_order" if in_order else "plan_microbatches", *asked)
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))
-            return self._process.plan_microbatches(as_given, *asked)
+            return self.process.plan_microbatches(as_given, *asked)
 
-    def _ask(self, name: str, *args: Any) -> Any:
-        assert self._process is not None  # the first rank plans
-        ask = self._process.call
-        return ask(f"{FORMULAS}:{name}", run_facts(self.args, ask), *args)
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            if self._process is not None:
-                self._process.close()
+    def _of_formulas(self, name: str, *args: Any) -> Any:
+        return self.ask(f"{FORMULAS}:{name}", run_facts(self.args, self.ask), *args)
 
     def _with_microbatches(self, costs: PipelineCosts, agreed: AgreedShapes) -> PipelineCosts:
         """Add the bytes of microbatches on devices, which the first stage of each rank holds throughout."""
@@ -294,7 +287,7 @@ class MicrobatchRun(Run):
         """
         if not self._on_gpu:
             return learnt
-        learnt = made_by_first(partial(self._ask, "with_device_memory", learnt))
+        learnt = made_by_first(partial(self._of_formulas, "with_device_memory", learnt))
         peaks, counted = gathered(self.learning.peak_bytes, self.links, max), self._planned_peaks(learnt)
         first = {self.placement.stages(rank)[0]: max(0, peak - counted[rank]) for rank, peak in enumerate(peaks)}
         replicas = from_each_of_job(first)
@@ -309,8 +302,8 @@ class MicrobatchRun(Run):
         asked = _lengths_of(self._measured.shapes), self.problem, counted, self.options
 
         def peaks() -> Sequence[int]:
-            assert self._process is not None  # this rank plans
-            return self._process.plan_microbatches(_AS_GIVEN, *asked)[0].plan().predicted.peak_bytes
+            assert self.process is not None  # this rank plans
+            return self.process.plan_microbatches(_AS_GIVEN, *asked)[0].plan().predicted.peak_bytes
 
         return made_by_first(peaks, self.links.control)
 

@@ -67,22 +67,12 @@ class Taken(Microbatches):
         return tensor_bytes(self._items, device)
 
     def at(self, index: int) -> Iterator[Any]:
-        return _One(self._items[index], index)
+        return _once(self._items[index], index)
 
 
-class _One:
-    def __init__(self, item: Any, index: int) -> None:
-        self._items, self._index = [item], index
-
-    def __iter__(self) -> _One:
-        return self
-
-    def __next__(self) -> Any:
-        if not self._items:
-            raise EppError(
-                f"the forward step takes a second item for microbatch {self._index}; a plan needs one that takes a single item"
-            )
-        return self._items.pop()
+def _once(item: Any, index: int) -> Iterator[Any]:
+    yield item
+    raise EppError(f"the forward step takes a second item for microbatch {index}; a plan needs one that takes a single item")
 
 
 class ByOffset(Microbatches):

@@ -12,15 +12,12 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore.arguments.fp8 import recipe
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches
-from megatron_epp.mcore.iteration.replay import numbered_by
-from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step
+from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step, numbered_by
 from megatron_epp.mcore.model.language_model import language_model_of
-from megatron_epp.mcore.model.layer_recompute import begin_graphs, run_again
+from megatron_epp.mcore.model.layer_recompute import run_again
 from megatron_epp.mcore.model.replaced import marked, problems, put
-from megatron_epp.mcore.model.stage import add_to_gradients, forget_casts, own_device
-from megatron_epp.mcore.releases import backward_step
+from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.saved import SavedTensors
@@ -28,31 +25,21 @@ from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.memory_use import kept_bytes
 
 
-class MicrobatchStage:
+class MicrobatchStage(ModelStage):
     """One model chunk of a caller. Implements `runtime.context.Stage` by Megatron's own forward and backward steps.
 
-    `virtual_stage` is the number of the chunk on its rank; None if that has one. `shards` ranks share the tokens of the hidden
-    states, by sequence and context parallelism.
+    `virtual_stage` is the number of the chunk on its rank; None if that has one.
     """
 
-    has_gradient = True
-
     def __init__(self, model: torch.nn.Module, config: Any, is_last: bool, virtual_stage: int | None, shards: int) -> None:
-        self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
+        super().__init__(model, unwrap_model(model), config, shards)
+        self.is_last, self._virtual_stage = is_last, virtual_stage
         self.kv_cache = SlicedKVCache()  # stays empty: microbatches are whole
-        begin_graphs(model)
-        self._in_fp8 = bool(recipe(config))
-        add_to_gradients(model, self._in_fp8)
         # By the layers' `forward`: Megatron's own recompute has one setting for all microbatches, and a plan one for each.
         self._num_recomputed = 0
         for number, layer in enumerate(() if self.recompute_obstacle else layers_of(model)):
             put(layer, "forward", partial(self._run_layer, number, layer.forward))
         self._replaced = marked(model)
-        self._shards, self._device = shards, own_device()
-        self.weights: Any = getattr(unwrap_model(model), "weight_gradients", None)
-        """As those of `MegatronStage`."""
-        self.before_last_gradient: Callable[[], None] = lambda: None
-        self.reduce_gradients: Callable[[], None] = lambda: None
 
     @property
     def recompute_obstacle(self) -> str:
@@ -75,20 +62,16 @@ class MicrobatchStage:
         microbatches: Microbatches,
         shapes: Sequence[Microbatch],
         order: Sequence[int],
+        saved: SavedTensors | None,
         before_last_gradient: Callable[[], None],
         reduce_gradients: Callable[[], None],
-        saved: SavedTensors | None,
     ) -> None:
         """Start an iteration: `order` has the microbatch of every chunk of the plan, `shapes` are in the caller's order."""
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
-        self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self._saved = saved
         if problem := next(problems(self.model, self._replaced), ""):
             raise EppError(problem)
-        if self._in_fp8:
-            forget_casts(self.model)
-        if self.weights is not None:
-            self.weights.in_plan = True
+        self.enter(before_last_gradient, reduce_gradients)
         self.results: dict[int, list[Any]] = {}
         self.kept_bytes: dict[int, int] = {}
         """Bytes that each chunk's forward left allocated, or saved for its backward."""
@@ -99,8 +82,7 @@ class MicrobatchStage:
     def end(self) -> None:
         """Let go of the iteration's microbatches, and leave layers as they were, should another schedule run them."""
         del self._call, self._microbatches
-        if self.weights is not None:
-            self.weights.in_plan = False
+        super().end()
         self._num_recomputed = 0
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Any:
@@ -138,23 +120,9 @@ class MicrobatchStage:
             grad = grad.view(self._shape(self._order[context.chunk]))
         before = kept_bytes(self._saved)
         with nullcontext() if self.weights is None else self.weights.backward_of(context.chunk):
-            backward_step(output, grad, self.config)
+            schedules.backward_step(input_tensor=None, output_tensor=output, output_tensor_grad=grad, config=self.config)
         if self.weights is not None and context.chunk in self.weights.kept:
             self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + kept_bytes(self._saved) - before
-
-    def release_output(self, output: Tensor) -> None:
-        """Free the storage of an output that has been sent, which autograd does not need."""
-        schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
-
-    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """Return shape, dtype and device of hidden states, flattened over the rows of a microbatch."""
-        shape = (num_tokens // self._shards, 1, self.config.hidden_size)
-        return shape, self._dtype, self._device
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.config.pipeline_dtype or torch.float32
-        return dtype
 
     def _run_layer(self, number: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if number >= self._num_recomputed or not torch.is_grad_enabled():
@@ -173,7 +141,7 @@ class MicrobatchStage:
                 f"the forward step of microbatch {index} made {got} where lengths {_shown(self._shapes[index].lengths)} ask "
                 f"for {list(wanted)}: give the function that finds lengths in a microbatch, shape_of"
             )
-        if output.dtype != (sent := self._dtype):
+        if output.dtype != (sent := self.message(1)[1]):
             raise EppError(
                 f"the forward step of microbatch {index} made {output.dtype}, but messages between stages are {sent}: set "
                 "pipeline_dtype in the model's configuration"

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration import loggers
 from megatron_epp.mcore.iteration.base_run import Run
-from megatron_epp.mcore.iteration.device_inputs import BatchInputs
-from megatron_epp.mcore.iteration.replay import is_replay
-from megatron_epp.mcore.iteration.report_thread import ReplicaFigures
+from megatron_epp.mcore.iteration.loggers import ReplicaFigures
+from megatron_epp.mcore.iteration.schedule_call import is_replay
 from megatron_epp.plan import Plan
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.plan_figures import copies_us, kv_offload_bytes, offload_share, recompute_share
@@ -29,6 +28,7 @@ from megatron_epp.runtime.recorder import Recorder, elapsed_us, mark
 
 if TYPE_CHECKING:
     from megatron_epp.cost.model import PipelineCosts
+    from megatron_epp.mcore.iteration.device_inputs import BatchInputs
 
 
 class ReportedBatch(Protocol):

@@ -1,20 +1,24 @@
-"""A call of Megatron's pipeline schedules: its arguments, and the check of what a caller's loss returns."""
+"""A call of Megatron's pipeline schedules: its arguments, the check of what a loss returns, and calls that run again."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
+from megatron.core import mpu, rerun_state_machine
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.rerun_state_machine import RerunState
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_epp.plan import EppError
+from megatron_epp.plan.attributes import having
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,3 +110,31 @@ def _checked_loss(call: ScheduleCall, index: int, loss_function: Callable[..., A
         got = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
         raise EppError(f"the loss of microbatch {index} is {got}, not a tensor of one number, so there is no gradient of it")
     return returned
+
+
+# ---- Megatron's rerun machine: iterations that run again must run alike, and results are compared by microbatch ---------
+
+_MOST_CALLS = 1000
+"""Most results with one message that a microbatch may have validated: the distance between two microbatches' numbers."""
+
+
+def is_replay() -> bool:
+    """Return True if the iteration runs again to compare results; Megatron's iterators then replay their items."""
+    machine = _machine()
+    return machine is not None and machine.state not in (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
+
+
+def numbered_by(index: int) -> AbstractContextManager[None]:
+    """Number the results that are validated in the body by microbatch `index`: Megatron's machine knows a result by its number
+    in the iteration, and after a restart the order of microbatches may be another.
+    """
+    machine = _machine()
+    if machine is None:
+        return nullcontext()
+    # Megatron counts results per message since the beginning of the iteration; here each microbatch has a range of numbers.
+    return having(machine, validation_counts=defaultdict(lambda: index * _MOST_CALLS))
+
+
+def _machine() -> Any:
+    """Return Megatron's machine; None where nothing has made one, which a call of its own function would do."""
+    return rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE

@@ -12,18 +12,17 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.data.iterator import DisagreementError, PlansOrError, PlanSource, spans_of
+from megatron_epp.data.iterator import DisagreementError, PlanSource, spans_of
 from megatron_epp.mcore import early_planning
 from megatron_epp.mcore.iteration.base_run import Run
-from megatron_epp.mcore.iteration.device_inputs import PreparedBatch, RankInputs
+from megatron_epp.mcore.iteration.device_inputs import RankInputs
 from megatron_epp.mcore.model.stage import MegatronStage
-from megatron_epp.plan import Action, EppError, InfeasibleError, is_unlimited
+from megatron_epp.plan import EppError, InfeasibleError, is_unlimited
 from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.port.packed import PackedPlans
-from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner, PlanningProcess
+from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner
 from megatron_epp.runtime.links.objects import ObjectGroup
 from megatron_epp.runtime.memory_use import possible_on_device
 from megatron_epp.runtime.recorder import Recorder
@@ -52,8 +51,6 @@ class SlicedRun(Run):
     inputs: RankInputs
     """Upload of batches to this rank's device, since `attach`."""
     planning_ranks: ObjectGroup
-    process: PlanningProcess | None = None
-    """Makes the plans of this rank's lockstep group; None on ranks that do not plan."""
     untrained_batches = 0
     longest_tokens = 0
     """Tokens of the longest sequence of the training data, on one planning rank until it has looked for a plan; else 0."""
@@ -63,8 +60,6 @@ class SlicedRun(Run):
     def __init__(self, args: argparse.Namespace, attach: Callable[[SlicedRun, Sequence[torch.nn.Module], Any], None]) -> None:
         super().__init__(args)
         self._attach = attach
-        self.plans = dist.get_rank() == self.own_ranks[0]
-        """The first rank of a group plans."""
         self.loss = None if args.epp_loss is None else resolve_name("megatron_epp.losses:load_loss")(args.epp_loss)
         # Set by the training thread in `plan_with`. The thread of the data iterators waits for it with the first batch.
         self._can_plan = threading.Event()
@@ -87,14 +82,10 @@ class SlicedRun(Run):
 
     def _measured(self, batch: GlobalBatch) -> dict[str, Any]:
         """Return the share of chunks' tokens that pass the output layer, None without one, and the spans of sequences."""
-        last, inputs = self.stages.get(self.placement.num_stages - 1), batch.prepared.inputs
+        last, inputs = self.stages.get(self.placement.num_stages - 1), batch.prepared
         has_output = (last is not None and last.has_loss) or any(feature.rows_of for feature in self.features)
         share = (lambda chunk: inputs.chunk(chunk).output_share) if has_output else None
         return {"output_share": share, "spans": spans_of(batch.dataset, batch.indices)}
-
-    def ask(self, name: str, *args: Any) -> Any:
-        assert self.process is not None  # the first rank has one
-        return self.process.call(name, *args)
 
     def planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
         assert self.process is not None  # this rank plans
@@ -108,15 +99,9 @@ class SlicedRun(Run):
         plan = self._planner.of_next() if of_batch and self._planner is not None and not forward_only else None
         make = partial(self._plan, forward_only=forward_only, plan=plan) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
-        return PlanSource(make, self._exchange_plans, member, self._check_division, self.rank, self._prepare)
-
-    def close(self) -> None:
-        """Wait for the work of background threads, and end planning. A thread that still waits for a plan gets an error."""
-        try:
-            super().close()
-        finally:
-            if self.process is not None:
-                self.process.close()
+        # Both since `attach`; `control` is used in the training thread alone.
+        exchange, prepare = lambda plans: self.links.control.from_first(plans), lambda *batch: self.inputs.prepare(*batch)
+        return PlanSource(make, exchange, member, self._check_division, self.rank, prepare)
 
     def _plan(self, batch: Lengths, *, forward_only: bool, plan: Callable[[Problem], PackedPlans] | None = None) -> PackedPlans:
         self._can_plan.wait()
@@ -143,12 +128,6 @@ class SlicedRun(Run):
             logger.warning(
                 "the longest sequence of the training data, of %d tokens, will end the run when it comes: %s", longest, text
             )
-
-    def _prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> PreparedBatch:
-        return self.inputs.prepare(batch, actions)
-
-    def _exchange_plans(self, plans: list[PlansOrError]) -> list[PlansOrError]:
-        return self.links.control.from_first(plans)  # in the training thread, like all that uses `control`
 
     def _check_division(self, checksum: int | None) -> None:
         if not self.plans or len(self.lockstep_groups) == 1:

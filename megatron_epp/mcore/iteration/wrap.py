@@ -146,7 +146,8 @@ def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> ar
     config = get_model_config(models[0])
     ordered = copy.copy(config)
     ordered.epp_order, ordered.epp_microbatches = flags["epp_order"], flags.get("epp_microbatches", "user")
-    for settings in (ordered, *(getattr(model, "ddp_config", None) for model in models)):
+    of_replicas = [getattr(model, "ddp_config", None) for model in models]
+    for settings in (ordered, *of_replicas):
         refuse(settings, Door.MODEL)
     # From all ranks, since a chunk without a language model has no `vocab_size`.
     vocabulary = max(from_each_of_job(max(getattr(language_model_of(model), "vocab_size", 1) for model in models)))
@@ -160,7 +161,7 @@ def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> ar
         context_parallel_size=mpu.get_context_parallel_world_size(),
         expert_model_parallel_size=mpu.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=mpu.get_expert_tensor_parallel_world_size(),
-        use_distributed_optimizer=any(_is_sharded(model) for model in models),
+        use_distributed_optimizer=any(getattr(each, "use_distributed_optimizer", False) for each in of_replicas),
         nccl_communicator_config_path=None,
         high_priority_stream_groups=None,
         group_query_attention=not config.multi_latent_attention,
@@ -169,7 +170,3 @@ def arguments_of(models: Sequence[torch.nn.Module], flags: dict[str, Any]) -> ar
         num_experts=config.num_moe_experts,
         padded_vocab_size=vocabulary,
     )
-
-
-def _is_sharded(model: torch.nn.Module) -> bool:
-    return bool(getattr(getattr(model, "ddp_config", None), "use_distributed_optimizer", False))

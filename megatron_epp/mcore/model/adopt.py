@@ -19,11 +19,10 @@ from megatron.core.utils import unwrap_model
 
 from megatron_epp.features import Asked, targets
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of
+from megatron_epp.mcore.arguments.layout import HYBRID_PATTERNS, placement_of, shards_vocabulary
 from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.setting_checks import pattern_problem
-from megatron_epp.mcore.arguments.vocabulary import shards_vocabulary
 from megatron_epp.mcore.model import model_chunks
 from megatron_epp.mcore.model.core_attention import RelayAttention, relay_of
 from megatron_epp.mcore.model.kinds import adopt_layers, mixes_tokens

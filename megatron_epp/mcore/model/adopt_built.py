@@ -31,14 +31,15 @@ _ATTENTION = "core_attention"
 
 
 def _relay_in(original: Any, owner: Any) -> RelayAttention:
-    config, channels = owner.config, (None, None)
-    scale = _scale(original, config)
+    config, channels, scale = owner.config, (None, None), owner.config.softmax_scale
+    if scale is None and not getattr(config, "apply_query_key_layer_scaling", False):
+        scale = getattr(original, "softmax_scale", None)  # where it is not that of the number of channels
     if isinstance(owner, MultiLatentAttention):
         scale, channels = owner.softmax_scale, (owner.q_head_dim, config.v_head_dim)
     return RelayAttention(
         config,
         original.layer_number,
-        softmax_scale=scale,
+        softmax_scale=None if scale is None else float(scale),
         k_channels=channels[0],
         v_channels=channels[1],
         softmax_offset=getattr(original, "softmax_offset", None),
@@ -104,11 +105,3 @@ def _refusal(model: Any) -> str:
         if own := [weight for weight, _ in module.named_parameters() if weight != "softmax_offset"]:
             return f"{name} has parameters of its own, {', '.join(own)}"
     return ""
-
-
-def _scale(attention: Any, config: Any) -> float | None:
-    """Return the factor of the scores, where it is not that of the number of channels."""
-    if config.softmax_scale is not None:
-        return float(config.softmax_scale)
-    scale = getattr(attention, "softmax_scale", None)
-    return None if scale is None or getattr(config, "apply_query_key_layer_scaling", False) else float(scale)

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from megatron_epp.mcore.arguments.fp8 import recipe
+from megatron_epp.mcore.arguments.layout import recipe
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.replaced import attached, put
 from megatron_epp.mcore.patches.running_chunk import keep_chunk

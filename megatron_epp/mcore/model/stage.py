@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import AheadArrays, InputArrays, LossColumns, TrainedTokens
-from megatron_epp.mcore.arguments.fp8 import recipe, row_multiple
+from megatron_epp.mcore.arguments.layout import recipe, row_multiple
 from megatron_epp.mcore.model.block_loss import OF_LABELS, AskedOfLogits, BlockLoss, FusedLoss, shard_logits
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.language_model import axes_of, inside_of, language_model_of, own_positions
@@ -103,8 +103,48 @@ class HeadSettings:
     asked: AskedOfLogits = OF_LABELS
 
 
-class MegatronStage:
-    """One model chunk of this rank, as Megatron built and wrapped it. Implements `runtime.context.Stage`.
+class ModelStage:
+    """One model chunk of this rank, as Megatron built and wrapped it, the language model of which is `inside`.
+
+    `shards` ranks share the tokens of the hidden states, by sequence and context parallelism.
+    """
+
+    has_gradient = True
+
+    def __init__(self, model: torch.nn.Module, inside: Any, config: Any, shards: int) -> None:
+        self.model, self.config, self._shards, self._device = model, config, shards, own_device()
+        self.weights: Any = getattr(inside, "weight_gradients", None)
+        """Weight gradients that backwards leave to other actions (`features.split_weights`); None if they are not split."""
+        self.before_last_gradient: Callable[[], None] = lambda: None
+        self.reduce_gradients: Callable[[], None] = lambda: None
+        begin_graphs(model)
+        self._in_fp8 = bool(recipe(config))
+        add_to_gradients(model, self._in_fp8)
+
+    def enter(self, before_last_gradient: Callable[[], None], reduce_gradients: Callable[[], None]) -> None:
+        """Start an iteration, given methods of `runtime.context.Stage`."""
+        self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
+        if self.weights is not None:
+            self.weights.in_plan = True
+        if self._in_fp8:
+            forget_casts(self.model)
+
+    def end(self) -> None:
+        if self.weights is not None:
+            self.weights.in_plan = False
+
+    def release_output(self, output: Tensor) -> None:
+        """Free the storage of an output that has been sent, which autograd does not need."""
+        deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """Return shape, dtype and device of hidden states, flattened over the rows of a microbatch."""
+        shape = (num_tokens // self._shards, 1, self.config.hidden_size)
+        return shape, self.config.pipeline_dtype or torch.float32, self._device
+
+
+class MegatronStage(ModelStage):
+    """A stage of slices. Implements `runtime.context.Stage`.
 
     A first stage holds the embedding, and `own_inputs` may make its input rows. A last stage computes the loss, by `block_loss`
     or with all logits of a chunk at once, and has `depths` of multi-token prediction. Chunks run the language model in a
@@ -117,7 +157,6 @@ class MegatronStage:
     """Columns of trained tokens that a loss of the user's reads; None for Megatron's loss."""
     gives_values = False
     """True if the model's outputs are values, of which the loss is, and not losses of labels."""
-    has_gradient = True
     more_weights: tuple[Tensor, ...] = ()
     """Tensors that the chunk uses like parameters without owning them: the embedding, if shards hold it."""
 
@@ -134,8 +173,10 @@ class MegatronStage:
     ) -> None:
         self.language_model: Any = language_model_of(model)
         self._called = model if self.language_model is unwrap_model(model) else self.language_model
+        self._sequence_shards = tp_size if config.sequence_parallel else 1
+        super().__init__(model, self.language_model, config, self._sequence_shards * config.context_parallel_size)
         self.axes, self.own_inputs = axes_of(self.language_model), own_inputs
-        self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
+        self.is_first, self.is_last, self.block_loss = is_first, is_last, block_loss
         if self.has_loss:
             shard_logits(self.language_model)
         of_logits = self.has_loss and not self.gives_values
@@ -145,11 +186,7 @@ class MegatronStage:
         self.kv_cache = SlicedKVCache(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
-        self.weights: Any = getattr(self.language_model, "weight_gradients", None)
-        """Weight gradients that backwards leave to other actions (`features.split_weights`); None if they are not split."""
         self._inputs: Callable[[int], ChunkInputs] | None = None
-        self.before_last_gradient: Callable[[], None] = lambda: None
-        self.reduce_gradients: Callable[[], None] = lambda: None
         self.routed_layers: tuple[int, ...] = ()
         self._routed_chunk: Callable[..., AbstractContextManager[None]] = _plain_chunk
         if getattr(config, "num_moe_experts", None) is not None:
@@ -158,11 +195,6 @@ class MegatronStage:
         layers = self.decoder.layers
         # Each layer by itself: `TransformerBlock` recomputes by one setting for all microbatches, plans by chunk and layer.
         recompute_by_mode(layers)
-        begin_graphs(model)
-        self._in_fp8 = bool(recipe(config))
-        add_to_gradients(model, self._in_fp8)
-        self._sequence_shards = tp_size if config.sequence_parallel else 1
-        self._shards = self._sequence_shards * config.context_parallel_size
         if own_inputs is not None:
             own_inputs.check(len(layers))
         outside: Any = model
@@ -176,7 +208,6 @@ class MegatronStage:
         self._replaced = marked(model)
         if obstacle := self.obstacle:
             raise EppError(obstacle)
-        self._device = own_device()
 
     @property
     def has_loss(self) -> bool:
@@ -227,12 +258,8 @@ class MegatronStage:
         if obstacle := self.obstacle:
             raise EppError(obstacle)
         self._inputs = inputs
-        self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self.loss_report, self.total_tokens = None, None
-        if self.weights is not None:
-            self.weights.in_plan = True
-        if self._in_fp8:
-            forget_casts(self.model)
+        self.enter(before_last_gradient, reduce_gradients)
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Return a chunk's hidden states ``[tokens / shards, 1, hidden]``, or on a stage with the loss its sum."""
@@ -287,13 +314,6 @@ class MegatronStage:
             else:
                 torch.autograd.backward(output, grad)
 
-    def release_output(self, output: Tensor) -> None:
-        deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
-
-    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        shape = (num_tokens // self._shards, 1, self.config.hidden_size)
-        return shape, self.config.pipeline_dtype or torch.float32, self._device
-
     def arguments(self, inputs: ChunkInputs) -> dict[str, Tensor | None]:
         """Return the inputs of a chunk as arguments of the model; None where this stage does not need them."""
         is_end = self.is_first or self.is_last
@@ -328,8 +348,7 @@ class MegatronStage:
     def end(self) -> None:
         """Release the iteration's inputs, and check its loss once, since a check of every chunk would make the host wait."""
         self._inputs = None
-        if self.weights is not None:
-            self.weights.in_plan = False
+        super().end()
         if self.loss_report is not None:
             check_loss(self.loss_report[0], "this iteration")
 

@@ -83,7 +83,7 @@ _provider: Callable[..., Any] | None = None  # the script's function that builds
 def _settle_choices(args: argparse.Namespace) -> None:
     """Settle what slices of latent attention hand on, the layout, and where the output layer is. A collective call."""
     if getattr(args, "epp_latents", "off") == "auto" and args.multi_latent_attention:
-        from megatron_epp.mcore.training.auto_choices import settle_latents
+        from megatron_epp.mcore.training.layout_search import settle_latents
 
         settle_latents(args)
     choices = (getattr(args, name, None) for name in ("epp_layout", "epp_vocab_parallel", "epp_split_weight_gradient"))

@@ -12,14 +12,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from megatron_epp.cost.memory import DEVICE_SHARE, KEPT_CAP_SLACK_BYTES, SETUP_MARGIN_BYTES, room_bytes
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.arguments.table import names_of
-from megatron_epp.mcore.costs.stored import write_whole
+from megatron_epp.mcore.costs.stored import keep_file, kept_file
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.plan.codec import Codec, FileFormat
 from megatron_epp.plan.flags import AUTO
@@ -62,16 +61,14 @@ def agreed_caps(args: argparse.Namespace, position: int) -> tuple[int, ...]:
     caps = tuple(min(cap for at, cap in everyone if at == number) for number in range(args.pipeline_model_parallel_size))
     if args.rank == 0:
         tell_lowered(args, caps)
-        if torch.cuda.is_initialized() and getattr(args, "save", None):
-            write_whole(Path(args.save, FILE_NAME), _FORMAT.write(_Caps(wanted_cap_bytes(args), caps)) + "\n")
+    if torch.cuda.is_initialized():
+        keep_file(args, FILE_NAME, _FORMAT.write(_Caps(wanted_cap_bytes(args), caps)) + "\n")
     return caps
 
 
 def _kept(args: argparse.Namespace) -> tuple[int, ...] | None:
     """Return the caps that are kept with the loaded checkpoint; None if there are none, or that run wanted another cap."""
-    folder = getattr(args, "load", None)
-    path = Path(folder, FILE_NAME) if folder else None
-    if path is None or not path.exists() or not torch.cuda.is_initialized():
+    if (path := kept_file(args, FILE_NAME)) is None or not torch.cuda.is_initialized():
         return None
     try:
         saved = _FORMAT.parse(_Caps, read_text(path))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
-from megatron.training import training
 from torch import Tensor
-
-from megatron_epp.plan.writing import replacing
 
 
 def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -25,19 +21,13 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
     for chunk in model:
         numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for name, parameter in chunk.named_parameters():
-            if hasattr(shard := getattr(unwrap_model(chunk), "output_layer", None), "vocabulary"):  # its rows are divided
-                name = _name_of_shard(name, parameter, shard)
-            if getattr(parameter, "shared", False):
+            shard: Any = getattr(unwrap_model(chunk), "output_layer", None)
+            rows: Any = getattr(shard, "vocabulary", None)
+            is_part = rows is not None and parameter is shard.weight
+            if getattr(parameter, "shared", False) or (is_part and rows.is_tied):
                 name = name.replace("output_layer", "embedding.word_embeddings")
+            name += f"[{rows.own.start}:{rows.own.stop}]" if is_part else ""
             yield re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(numbers[int(m[0])]), name), parameter  # noqa: B023
-
-
-def _name_of_shard(name: str, parameter: torch.nn.Parameter, shard: Any) -> str:
-    """Add the rows to the name of a shard's weight, which is named as the embedding if the two are tied."""
-    if parameter is not shard.weight:
-        return name
-    whole = name.replace("output_layer", "embedding.word_embeddings") if shard.vocabulary.is_tied else name
-    return f"{whole}[{shard.vocabulary.own.start}:{shard.vocabulary.own.stop}]"
 
 
 def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
@@ -59,23 +49,3 @@ def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
         start, end, _ = buffer.param_index_map[p]
         gradients[name] = whole[buffer][start:end].view(p.shape)
     return gradients
-
-
-def record_first(path: Path) -> None:
-    """Make the training of this process write the gradients of its first iteration, as the optimizer gets them, to a file."""
-    step = training.train_step
-
-    def train_step(
-        forward_step: Any, data: Any, model: Any, optimizer: Any, scheduler: Any, config: Any, passes: Any, **named: Any
-    ) -> Any:
-        def recorded_passes(**call: Any) -> Any:
-            answer = passes(**call)
-            if not path.exists():
-                with replacing(path) as scratch:
-                    torch.save({name: gradient.cpu() for name, gradient in reduced_gradients(model).items()}, scratch)
-            return answer
-
-        return step(forward_step, data, model, optimizer, scheduler, config, recorded_passes, **named)
-
-    path.unlink(missing_ok=True)
-    training.train_step = train_step

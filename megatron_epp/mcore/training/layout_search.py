@@ -1,7 +1,8 @@
 """Choice of what flags leave open of a layout, from data and costs when a run is set up, before there is a model.
 
 Layers of the stages, stages on a rank and their placement, whether the output layer is divided, and whether weight gradients
-are actions of their own. The choices are kept with the checkpoints: a resumed run has those of the run before.
+are actions of their own. These are kept with the checkpoints: a resumed run has those of the run before. What slices of latent
+attention hand on is chosen before, and again: equal flags and data give an equal choice.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.data.iterator import samples_in, sequences_of
@@ -26,6 +26,7 @@ from megatron_epp.mcore.arguments.layout import (
     asked_layout,
     placement_of,
     settle_layout,
+    settle_vocabulary,
     token_multiple,
 )
 from megatron_epp.mcore.arguments.parser import options_from
@@ -33,9 +34,8 @@ from megatron_epp.mcore.arguments.refusals import delays_weights, refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.start import TRACKER, common_state, validate
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.mcore.arguments.vocabulary import settle_vocabulary
 from megatron_epp.mcore.costs.megatron_facts import FORMULAS, costs_file, facts, run_facts
-from megatron_epp.mcore.costs.stored import named, write_whole
+from megatron_epp.mcore.costs.stored import keep_file, kept_file, named
 from megatron_epp.mcore.data.documents import build_splits, identity_of_run
 from megatron_epp.mcore.early_planning import ask
 from megatron_epp.mcore.model.block_loss import block_tokens_of
@@ -56,6 +56,25 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "epp_layout.json"
 _BATCHES = 8
 """Number of the run's first batches that are the sample. Not measured: more make the search longer, in proportion."""
+
+
+def settle_latents(args: argparse.Namespace) -> None:
+    """Settle `--epp-latents auto` by plans for the run's first batch and its longest sequence. A collective call."""
+    if args.epp_latents == "auto":
+        args.epp_latents = "on" if made_by_first(partial(_are_better, args, named(args, ask))) else "off"
+
+
+def _are_better(args: argparse.Namespace, costs: PipelineCosts | None) -> bool:
+    if costs is not None:
+        return any(stage.kv.expanded_heads for stage in costs.stages)  # they are of one of the two
+    if args.skip_train or args.epp_schedule != "elastic":
+        return False
+    # Before the layout and the vocabulary are settled, whose searches need something that fits.
+    layout = replace(given_layout(args), shards_vocabulary=args.epp_vocab_parallel != "off")
+    asked = question(args, layout, (next(first_batches(args)), (args.seq_length,)))
+    choice = ask(f"{FORMULAS}:choose_latents_of", run_facts(args, ask), costs_file(args), asked)
+    logger.info("--epp-latents auto: %s, for a batch like the first and a sequence of %d tokens", choice, args.seq_length)
+    return bool(choice.relays_latents)
 
 
 def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
@@ -81,8 +100,7 @@ def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
         args.epp_chosen_layout = args.epp_layout
         _take(args, flags, choices.layout)
         settle_stages(args)
-    if args.save and dist.get_rank() == 0:
-        write_whole(Path(args.save, FILE_NAME), replace(choices.layout, chosen_with=chosen_with).to_json())
+    keep_file(args, FILE_NAME, replace(choices.layout, chosen_with=chosen_with).to_json())
 
 
 def _take(args: argparse.Namespace, flags: argparse.Namespace, layout: Layout) -> None:
@@ -243,8 +261,7 @@ def first_batches(args: argparse.Namespace) -> Iterator[tuple[int, ...]]:
 
 def _kept(args: argparse.Namespace, flags: argparse.Namespace, chosen_with: dict[str, Any]) -> LayoutAnswer | None:
     """Return the choices in the folder of the loaded checkpoint; None if there are none, or if they cannot run here."""
-    path = Path(args.load, FILE_NAME) if args.load else None
-    if path is None or not path.exists():
+    if (path := kept_file(args, FILE_NAME)) is None:
         return None
     first, searches = given_layout(args), args.epp_layout in SEARCHED
     try:

@@ -176,9 +176,9 @@ def preload() -> None:
     from megatron_epp.mcore import cpu
 
     cpu.activate()  # before anything imports Megatron, whose decorators compile
-    from megatron_epp.mcore import pretrain_gpt
+    from megatron_epp.mcore import pinned
 
-    pretrain_gpt.preload()
+    pinned.preload()
     from tests.support.mcore.gloo import share_thread  # which imports torch
 
     share_thread()

@@ -1,6 +1,6 @@
 """Table of the kinds of Megatron's layers that run in slices, with a file for each that needs code. All others are refused.
 
-The table and `problems` are read where flags are checked, on machines without Megatron and torch too. Targets,
+The table is read where flags are checked, on machines without Megatron and torch too. Targets,
 ``module:function``, are imported where flags ask for such layers or a model has them.
 """
 
@@ -27,7 +27,7 @@ class LayerKind:
         symbol: in hybrid patterns; empty for none.
         flags: of Megatron's that plans cannot honour with such layers.
         asked: True for flags that ask for such layers in a way that may be refused.
-        problems: target that yields why, from these flags, a line each.
+        problems: yields why, from these flags, a line each.
         is_of: True for a module that `adopt` changes.
         mixes_tokens: these modules do, without core attention.
         adopt: target that changes such layers of a model chunk that Megatron has built, ahead of data parallelism.
@@ -38,7 +38,7 @@ class LayerKind:
     symbol: str = ""
     flags: tuple[Rule, ...] = ()
     asked: Callable[[argparse.Namespace], object] = lambda args: False
-    problems: str = ""
+    problems: Callable[[argparse.Namespace], Iterator[str]] | None = None
     is_of: Callable[[Any], bool] = lambda module: False
     mixes_tokens: bool = False
     adopt: str = ""
@@ -55,7 +55,7 @@ def layer_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield why plans cannot run the layers that flags ask for."""
     for kind in KINDS:
         if kind.problems and kind.asked(args):
-            yield from resolve_name(kind.problems)(args)
+            yield from kind.problems(args)
 
 
 def mixes_tokens(module: Any) -> bool:
@@ -94,6 +94,50 @@ def _is(module: Any, file: str, name: str) -> bool:
     return type(module) is getattr(sys.modules.get(file), name, None)
 
 
+def _of_attention(args: argparse.Namespace) -> Iterator[str]:
+    window, softmax = getattr(args, "window_size", None), getattr(args, "softmax_type", "vanilla")
+    if window and (window[0] < 1 or window[1] != 0):
+        yield f"--window-size {window[0]},{window[1]}: a window is N,0, of at least one token ahead of a token and none behind"
+    if getattr(args, "multi_latent_attention", False) and (window or softmax != "vanilla"):
+        flag = f"--window-size {window[0]},{window[1]}" if window else f"--softmax-type {softmax}"
+        yield f"{flag} with --multi-latent-attention was never tried with slices: leave one of them out"
+
+
+def _of_latents(args: argparse.Namespace) -> Iterator[str]:
+    if not args.multi_latent_attention:
+        yield "--epp-latents on is for a model with --multi-latent-attention: leave it out"
+
+
+def _of_delta_nets(args: argparse.Namespace) -> Iterator[str]:
+    ranks, heads = args.tensor_model_parallel_size * args.context_parallel_size, args.linear_num_key_heads
+    if heads is not None and heads % ranks:
+        yield (
+            f"--linear-num-key-heads {heads} cannot be shared evenly by --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} x --context-parallel-size {args.context_parallel_size}"
+        )
+
+
+def _of_mamba(args: argparse.Namespace) -> Iterator[str]:
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    ranks = f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context}"
+    heads, groups = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim, args.mamba_num_groups
+    if heads % (tensor * context):
+        yield f"--mamba-num-heads {heads} cannot be shared evenly by {ranks}"
+    on_rank = groups // tensor  # each goes to several context-parallel ranks if there are too few for all
+    if groups % tensor or max(on_rank, context) % min(on_rank, context):
+        yield f"--mamba-num-groups {groups} cannot be shared evenly by {ranks}"
+
+
+def _of_prediction(args: argparse.Namespace) -> Iterator[str]:
+    depths, ranks = getattr(args, "mtp_num_layers", None), args.pipeline_model_parallel_size
+    is_tied = not args.untie_embeddings_and_output_weights
+    if args.save and is_tied and ranks > 1 and args.epp_placement != "v":
+        yield (
+            f"--mtp-num-layers {depths}, an output layer tied to the embedding and --pipeline-model-parallel-size {ranks} make "
+            "a model that Megatron cannot save: add --untie-embeddings-and-output-weights, or leave --save out"
+        )
+
+
 _HERE = "megatron_epp.mcore.model.kinds."
 STATES = "states, and rows ahead of a convolution"
 EXPERTS = "E"
@@ -114,7 +158,7 @@ KINDS = (
             ),
         ),
         asked=lambda args: getattr(args, "window_size", None) or getattr(args, "softmax_type", "vanilla") != "vanilla",
-        problems=f"{_HERE}flag_problems:of_attention",
+        problems=_of_attention,
     ),
     LayerKind(
         name="latent attention",
@@ -122,7 +166,7 @@ KINDS = (
         symbol="+",
         flags=(Rule("--mla-down-proj-fusion", use="leave it out: it was never tried with slices", doors=Door.SLICES),),
         asked=lambda args: args.epp_latents == "on",
-        problems=f"{_HERE}flag_problems:of_latents",
+        problems=_of_latents,
         is_of=lambda module: hasattr(module, "linear_kv_up_proj"),
         adopt=f"{_HERE}latent_attention:adopt",
     ),
@@ -132,7 +176,7 @@ KINDS = (
         symbol="G",
         flags=(Rule("--experimental-attention-variant", allowed=(None, GATED_DELTA_NET)),),
         asked=lambda args: getattr(args, "experimental_attention_variant", None) == GATED_DELTA_NET,
-        problems=f"{_HERE}flag_problems:of_delta_nets",
+        problems=_of_delta_nets,
         is_of=is_delta_net,
         mixes_tokens=True,
         adopt=f"{_HERE}gated_delta:adopt",
@@ -150,7 +194,7 @@ KINDS = (
             ),
         ),
         asked=lambda args: "M" in (hybrid_pattern(args) or ""),
-        problems=f"{_HERE}flag_problems:of_mamba",
+        problems=_of_mamba,
         is_of=is_mamba,
         mixes_tokens=True,
         adopt=f"{_HERE}state_space:adopt",
@@ -164,7 +208,7 @@ KINDS = (
             Rule("--overlap-moe-expert-parallel-comm"),
         ),
         asked=lambda args: args.num_experts or args.expert_model_parallel_size > 1,
-        problems=f"{_HERE}experts:problems",
+        problems=lambda args: resolve_name(f"{_HERE}experts:problems")(args),
         is_of=lambda module: hasattr(module, "token_dispatcher"),
         adopt=f"{_HERE}experts:adopt",
     ),
@@ -174,6 +218,6 @@ KINDS = (
         symbol=AHEAD,  # chunks bring the tokens ahead of them along, so the embeddings there need nothing of other slices
         flags=(Rule("--mtp-detach-heads", use="leave it out: it was never tried with slices"),),
         asked=lambda args: getattr(args, "mtp_num_layers", None),
-        problems=f"{_HERE}flag_problems:of_prediction",
+        problems=_of_prediction,
     ),
 )

@@ -60,31 +60,22 @@ def _normed(linear: Any, x: Tensor) -> Tensor:
     return functional.layer_norm(x, weight.shape, weight, linear.layer_norm_bias, linear.eps)
 
 
-class _OneHead:
-    """Linear layer of a latent attention's view that keeps the latents, and returns keys and values of one head, all zero, for
-    Megatron adds the rotated channels behind the key of every head.
-    """
-
-    def __init__(self, linear: Any, view: Any) -> None:
-        self.linear, self.view = linear, view
-        self.latent: Tensor | None = None
-
-    def __call__(self, latent: Tensor) -> tuple[Tensor, None]:
-        self.latent, _ = self.linear(latent)
-        config, self.view.num_attention_heads_per_partition = self.view.config, 1
-        assert self.latent is not None
-        return self.latent.new_zeros(len(self.latent), config.qk_head_dim + config.v_head_dim), None
-
-
 def _tensors(module: Any, original: Callable[..., tuple[Any, ...]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return queries, latents ``[tokens, 1, rank]``, rotated channels ``[tokens, 1, rotated]``, and what else Megatron returns.
 
     Megatron's method runs on a view of the module with other attributes, since the module may run in another thread, too.
     """
-    view = object.__new__(type(module))
+    view, latents, config = object.__new__(type(module)), list[Tensor](), module.config
     view.__dict__ |= module.__dict__
-    projection = _OneHead(module.linear_kv_up_proj, view)
-    view.__dict__["_modules"] = {**module._modules, "linear_kv_up_proj": projection}
+
+    def one_head(latent: Tensor) -> tuple[Tensor, None]:
+        """Keep the latents, and return keys and values of one head, all zero, for Megatron adds the rotated channels behind the
+        key of every head.
+        """
+        latents.append(module.linear_kv_up_proj(latent)[0])
+        view.num_attention_heads_per_partition = 1
+        return latents[0].new_zeros(len(latents[0]), config.qk_head_dim + config.v_head_dim), None
+
+    view.__dict__["_modules"] = {**module._modules, "linear_kv_up_proj": one_head}
     query, key, _, *rest = original.__func__(view, *args, **kwargs)  # type: ignore[attr-defined]
-    assert projection.latent is not None
-    return query, projection.latent.unsqueeze(1), key[..., module.config.qk_head_dim :], *rest
+    return query, latents[0].unsqueeze(1), key[..., config.qk_head_dim :], *rest

@@ -17,7 +17,8 @@ from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 type Saved = tuple[Tensor, ...]
 """Tensors a forward saves for its backward in addition to q, k, v and output, the log-sum-exp first."""
 type Forward = Callable[[Tensor, Tensor, Tensor, SegmentTable, float], tuple[Tensor, Saved]]
-type Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Saved, SegmentTable, float], tuple[Tensor, Tensor, Tensor]]
+type Gradients = tuple[Tensor, Tensor, Tensor]
+type Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Saved, SegmentTable, float], Gradients]
 type TakeGradients = Callable[[Tensor, Tensor, slice | None], Tensors]
 """Function from the gradients of keys and values of some key heads, and the heads (None: all), to the gradients of the cached
 tensors of the chunk's own tokens."""

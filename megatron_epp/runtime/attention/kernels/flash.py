@@ -5,13 +5,14 @@ right, and none builds anything for a new shape.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan.flags import FLASH_2, FLASH_3
-from megatron_epp.runtime.attention.kernels.base import AttentionCase, Kernel, Saved, needs_half_precision_on_a_gpu
+from megatron_epp.runtime.attention.kernels.base import AttentionCase, Gradients, Kernel, Saved, needs_half_precision_on_a_gpu
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 
@@ -29,7 +30,7 @@ def _torch_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: 
 
 def _torch_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     cu_q, cu_k = table.cu_seqlens(q.device)
     sizes, no_dropout = (table.max_query, table.max_key), torch.empty(0, dtype=torch.int64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
@@ -52,13 +53,21 @@ def _flash_attn() -> Any:
     return flash_attn_interface
 
 
-def _package_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
+def _lengths(table: SegmentTable, q: Tensor) -> dict[str, Any]:
     cu_q, cu_k = table.cu_seqlens(q.device)
-    return {
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-        "max_seqlen_q": table.max_query,
-        "max_seqlen_k": table.max_key,
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": table.max_query, "max_seqlen_k": table.max_key}
+
+
+def _backward_by(run: Callable[..., Any], grad: Tensor, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Gradients:
+    """Run the backward of a package, which writes gradients where it is told, given q, k, v, output and log-sum-exp."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[:3])
+    options |= {"dq": dq, "dk": dk, "dv": dv, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    run(grad.contiguous(), *inputs, **options)
+    return dq, dk, dv
+
+
+def _package_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
+    return _lengths(table, q) | {
         "dropout_p": 0.0,
         "softmax_scale": scale,
         "causal": True,
@@ -76,12 +85,9 @@ def _package_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale
 
 def _package_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    options = _package_options(table, q, scale) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
-    inputs = grad.contiguous(), q, k, v, out, saved[0]
-    _flash_attn()._flash_attn_varlen_backward(*inputs, dq, dk, dv, **options)
-    return dq, dk, dv
+) -> Gradients:
+    run, options = _flash_attn()._flash_attn_varlen_backward, _package_options(table, q, scale)
+    return _backward_by(run, grad, (q, k, v, out, saved[0]), options)
 
 
 def _package_obstacle(case: AttentionCase) -> str | None:
@@ -102,9 +108,7 @@ def _flash_attn_3() -> Any:
 
 
 def _hopper_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
-    cu_q, cu_k = table.cu_seqlens(q.device)
-    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": table.max_query, "max_seqlen_k": table.max_key}
-    return lengths | {"softmax_scale": scale} | _window(table)
+    return _lengths(table, q) | {"softmax_scale": scale} | _window(table)
 
 
 def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
@@ -114,12 +118,9 @@ def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale:
 
 def _hopper_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    options = _hopper_options(table, q, scale) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
-    inputs = grad.contiguous(), q, k, v, out, saved[0]
-    _flash_attn_3()._flash_attn_backward(*inputs, dq=dq, dk=dk, dv=dv, is_causal=True, **options)
-    return dq, dk, dv
+) -> Gradients:
+    run, options = _flash_attn_3()._flash_attn_backward, _hopper_options(table, q, scale) | {"is_causal": True}
+    return _backward_by(run, grad, (q, k, v, out, saved[0]), options)
 
 
 def _hopper_obstacle(case: AttentionCase) -> str | None:

@@ -124,10 +124,9 @@ def _obstacle(case: AttentionCase) -> str | None:
     return f"cuDNN {version} builds a plan for every chunk: 9.6 is needed" if version and version < _LEAST_CUDNN else None
 
 
-def _log_sums(saved: Saved) -> Tensor:
-    return saved[0].squeeze(-1).t()
-
-
 TRANSFORMER_ENGINE = Kernel(
-    "cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads, _log_sums, True, CUDNN
+    *("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads),
+    log_sums=lambda saved: saved[0].squeeze(-1).t(),
+    builds_plans=True,
+    rates=CUDNN,
 )

@@ -44,7 +44,7 @@ RUNS = {
 
 def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]:
     common = [*flags_of(folder, 1, CONTEXT, 8), "--num-layers", "8", *shlex.split(OPTIONS)]
-    from megatron_epp.mcore.iteration import run_plan as schedule
+    from megatron_epp.mcore.iteration import base_run as schedule
     from scripts.parity.cells import MODELS
 
     schedule.Executor = of_batches(schedule.Executor, batches)
@@ -84,10 +84,10 @@ def of_batches(executor, batches):
                 batch = GlobalBatch(indices=indices, lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths))
                 prepared = run.inputs.prepare(batch, lower(plan)[self.rank])
                 others = [p for stage in self.stages.values() for p in stage.parameters]
-                others.append(prepared.inputs.upload.buffer)
+                others.append(prepared.upload.buffer)
                 cached = lambda: sum(stage.kv_cache.num_bytes for stage in self.stages.values())  # noqa: E731
                 for stage in self.stages.values():
-                    stage.begin(prepared.inputs.chunk)
+                    stage.begin(prepared.chunk)
                 own = {**HANDLERS, **(weight_handlers(plan, self.stages) if run.options.split_weight else {})}
                 with (
                     ActivationOffload(host, others, cached) as saved,

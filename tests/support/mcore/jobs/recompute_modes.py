@@ -65,7 +65,7 @@ RUNS = {
 
 def run(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
     common = flags_of(folder, 1, 64, 2)
-    from megatron_epp.mcore.iteration import run_plan as schedule
+    from megatron_epp.mcore.iteration import base_run as schedule
     from scripts.parity.cells import MODELS
     from tests.support.mcore import local_hybrid  # it imports Megatron, which has to be prepared
 
