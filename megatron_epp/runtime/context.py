@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,9 +47,13 @@ class ChunkLayout(NamedTuple):
     view: SliceView | None
     loss_group: tuple[int, ...] = ()
     begun: SliceView | None = None
+    cache: type[SlicedKVCache] = SlicedKVCache
 
 
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
+    if plan.borrowed:
+        layouts: tuple[ChunkLayout, ...] = resolve_name("megatron_epp.features.trees.tree_layouts:tree_layouts")(plan)
+        return layouts
     slices, begun = ([getattr(chunk, name)(plan.lengths) for chunk in plan.chunks] for name in ("slice_of", "begun_of"))
     num_slices = Counter(part.sequence for part in (*slices, *begun) if part is not None)
     room = {part.sequence: part.end for part in begun if part is not None}  # of which no others are in the buffer
