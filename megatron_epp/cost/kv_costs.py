@@ -44,7 +44,8 @@ class KVBytes:
         """Bytes per token of their gradient while it is accumulated, for each chunk's sequence."""
         few = self.bytes_per_token if self.gradient_bytes_per_token is None else self.gradient_bytes_per_token
         many = few if self.many_gradient_bytes_per_token is None else self.many_gradient_bytes_per_token
-        return np.where(work.num_slices > MOST_ROUNDED_SLICES, many, few)
+        per_token = np.where(work.num_slices > MOST_ROUNDED_SLICES, many, few)
+        return per_token if work.tree is None else per_token[:1]  # one for all segments
 
     def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes of new gradients of a prefix's keys and values, before they are added to the sums.
@@ -69,9 +70,10 @@ class KVBytes:
         return np.maximum(np.where(work.kv_offload, piece, resident) - transient(work.tokens, self.heads), 0.0)
 
     def forward_bytes(self, work: ChunkWork) -> TimeColumn:
-        """Bytes of keys and values that a pass makes of latents at one time; a backward makes as many of their gradients."""
+        """Bytes that a pass makes of latents at one time, a backward as many of their gradients, and rows put together."""
         seen = work.prefix_tokens + work.tokens
-        return self._expanded_bytes(seen) / 2 if self.expanded_heads else np.zeros(len(work.tokens))
+        gathered = np.zeros(len(work.tokens)) if work.tree is None else self.bytes_per_token * seen
+        return self._expanded_bytes(seen) / 2 + gathered if self.expanded_heads else gathered
 
     def _expanded_bytes(self, keys: IntColumn) -> TimeColumn:
         return transient_kv_gradient_bytes(keys, self.expanded_heads, self._head_bytes, 1)

@@ -209,7 +209,7 @@ def tabulate(
 
 
 def work_of_table(chunks: Sequence[Chunk], problem: Problem) -> ChunkWork:
-    return work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans)
+    return work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans, problem.borrowed)
 
 
 def tabulate_each(

@@ -18,6 +18,7 @@ from megatron_epp.runtime.lowered import executor_of
 from tests.support.plan.random_forests import forest, forest_plan
 from tests.support.runtime.dense_attention import dense_attention
 from tests.support.runtime.plain_stage import SCALE, PlainStage, build_part
+from tests.support.runtime.runtime_plans import planned
 
 LAYERS = (2, 2)
 
@@ -62,25 +63,40 @@ def each_alone(texts, weights):
     return total, [dict(part.named_parameters()) for part in parts]
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.integers(0, 10**6), st.sampled_from([1, 4]), st.booleans())
-def test_any_forest_gives_the_loss_and_the_gradients_of_its_sequences(seed, multiple, forward_only):
-    rng = random.Random(seed)
-    grown = forest(rng)
+def assert_equals_each_alone(plan, grown, rng):
+    """Run a plan of two stages on one rank, and compare its loss and gradients."""
     weights = [[rng.choice([0.0, rng.uniform(-1, 1)]) for _ in range(length)] for length in grown.lengths]
-    plan = forest_plan(rng, grown, multiple, forward_only)
-    assert check(plan) == []
     batch = ForestBatch(plan, grown.texts, weights)
     stages = {stage: PlainStage(build_part(LAYERS, stage, torch.float64), batch) for stage in range(2)}
     executor_of(plan, 0, stages).run()
     loss, wanted = each_alone(grown.texts, weights)
     assert stages[1].loss == pytest.approx(loss, abs=1e-11)
     assert all(stage.kv_cache.num_bytes == 0 for stage in stages.values())
-    if forward_only:
-        return
     for stage, own in stages.items():
-        for name, parameter in own.part.named_parameters():
+        for name, parameter in own.part.named_parameters() if not plan.forward_only else ():
             torch.testing.assert_close(parameter.grad, wanted[stage][name].grad, rtol=1e-10, atol=1e-11)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from([1, 4]), st.booleans())
+def test_any_forest_gives_the_loss_and_the_gradients_of_its_sequences(seed, multiple, forward_only):
+    rng = random.Random(seed)
+    grown = forest(rng)
+    plan = forest_plan(rng, grown, multiple, forward_only)
+    assert check(plan) == []
+    assert_equals_each_alone(plan, grown, rng)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6), st.sampled_from([{}, {"recompute": 1}, {"chunk_tokens": 6}, {"slices": 3}]), st.sampled_from([1, 4])
+)
+def test_what_the_planner_makes_of_a_forest_runs_with_the_loss_and_the_gradients_of_its_sequences(seed, options, multiple):
+    rng = random.Random(seed)
+    grown = forest(rng)
+    plan = planned(grown.lengths, LAYERS, multiple, placement=(0, 0), borrowed=grown.borrowed, **options)
+    assert plan.borrowed == grown.borrowed
+    assert_equals_each_alone(plan, grown, rng)
 
 
 def test_a_forest_runs_as_many_tokens_fewer_as_are_borrowed():
@@ -94,7 +110,7 @@ def two_readers():
     """A prompt of three tokens in one chunk and two responses, each in a chunk of its own."""
     prompt = Node(0, 0, 3, 2)
     reads = (Piece(prompt, 3),)
-    return TreeView.of((((), prompt),)), *(TreeView.of(((reads, Node(q, 3, 5, 0)),)) for q in (0, 1))
+    return TreeView.of((((), prompt),), 2), *(TreeView.of(((reads, Node(q, 3, 5, 0)),), 2) for q in (0, 1))
 
 
 def rows(num_tokens):

@@ -52,9 +52,9 @@ class TreeView(SliceView):
     parts: tuple[tuple[tuple[Piece, ...], Node], ...] = ()
 
     @classmethod
-    def of(cls, parts: tuple[tuple[tuple[Piece, ...], Node], ...]) -> TreeView:
+    def of(cls, parts: tuple[tuple[tuple[Piece, ...], Node], ...], most_readers: int) -> TreeView:
         num_tokens = sum(node.end - node.start for _, node in parts)
-        return cls(parts[0][1].sequence, 0, num_tokens, num_tokens, num_tokens, parts=parts)
+        return cls(parts[0][1].sequence, 0, num_tokens, num_tokens, num_tokens, 1 + most_readers, parts)
 
     @property
     def num_keys(self) -> int:
@@ -137,7 +137,7 @@ class TreeCache(SlicedKVCache):
             at -= node.end
             row = at
             for piece in pieces:
-                self._add(layer, piece.node, group, [x[row : row + piece.num_rows] for x in grads], heads)
+                self._add(layer, tree, piece.node, group, [x[row : row + piece.num_rows] for x in grads], heads)
                 row += piece.num_rows
                 if is_last:
                     self._nodes[piece.node, group].readers -= 1
@@ -174,10 +174,12 @@ class TreeCache(SlicedKVCache):
         every = zip(*seen, rest, strict=True)
         return tuple(parts[0] if len(parts) == 2 and not len(parts[1]) else torch.cat(parts) for parts in every)
 
-    def _add(self, layer: int, node: Node, group: HeadGroup, grads: Sequence[Tensor], heads: slice | None) -> None:
+    def _add(
+        self, layer: int, view: TreeView, node: Node, group: HeadGroup, grads: Sequence[Tensor], heads: slice | None
+    ) -> None:
         own = self._rows_of(layer, node, group)
         if not own.gradients:
-            wide = sums_in_fp32(self.fp32_gradients, node.num_readers + 1)
+            wide = sums_in_fp32(self.fp32_gradients, view.num_slices)
             own.gradients = tuple(
                 torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if wide else x.dtype) for x in own.rows
             )

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from megatron_epp.features.trees.tree_cache import Node, Piece, TreeCache, TreeView
 from megatron_epp.plan import Plan, Segment
-from megatron_epp.plan.chunk import path_of
+from megatron_epp.plan.chunk import ahead_of
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkLayout
 
@@ -39,12 +39,7 @@ class _Paths:
     def ahead(self) -> dict[Segment, tuple[tuple[Segment, int], ...]]:
         """Of each segment, those with the tokens before its own, and up to which token of each it reads."""
         return {
-            segment: tuple(
-                (part, min(part.end, stop))
-                for sequence, first, stop in path_of(segment.sequence, segment.start, self.plan.borrowed)
-                for part in self.segments[sequence]
-                if part.start < stop and part.end > first
-            )
+            segment: tuple(ahead_of(segment.sequence, segment.start, self.segments, self.plan.borrowed))
             for chunk in self.plan.chunks
             for segment in chunk.segments
         }
@@ -59,4 +54,4 @@ class _Paths:
             (tuple(Piece(self.nodes[part], stop) for part, stop in self.ahead[segment]), self.nodes[segment])
             for segment in self.plan.chunks[c].segments
         )
-        return TreeView.of(pieces)
+        return TreeView.of(pieces, max(node.num_readers for node in self.nodes.values()))

@@ -11,12 +11,12 @@ from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.plan.small_plans import chunk, make_plan
 
 
-def planned(lengths, num_layers, token_multiple=1, forward_only=False, placement=None, **options):
+def planned(lengths, num_layers, token_multiple=1, forward_only=False, placement=None, borrowed=(), **options):
     """Plan a batch for stages of `num_layers` layers, one on each rank if not placed otherwise."""
     shape = ModelShape(num_layers=sum(num_layers), hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
     placement = tuple(range(len(num_layers))) if placement is None else placement
     problem = Problem(tuple(lengths), placement, (UNLIMITED_BYTES,) * (max(placement) + 1), token_multiple, forward_only)
-    return planner.plan(problem, analytic_costs(shape, CPU, num_layers), Options(**options))
+    return planner.plan(replace(problem, borrowed=borrowed), analytic_costs(shape, CPU, num_layers), Options(**options))
 
 
 def by_hand(rows, chunks, placement=None, recompute_layers=0, num_layers=2, forward_only=False, token_multiple=1):
