@@ -160,7 +160,7 @@ class ChunkWork:
         return size(size_classes(self.cache_tokens)) * self.first if self.tree is None else self.tree.by(self.tree.chunk, size)
 
     def released_cache(self, size: Sizes) -> IntColumn:
-        """The same, which a forward frees where no backward follows."""
+        """Bytes of keys and values that a forward frees where no backward follows."""
         return size(size_classes(self.cache_tokens)) * self.last if self.tree is None else self.tree.by(self.tree.reader, size)
 
     def opened_gradients(self, size: Sizes) -> IntColumn:
@@ -168,7 +168,7 @@ class ChunkWork:
         return size(self.cache_tokens) * self.last if self.tree is None else self.tree.by(self.tree.reader, size, read=True)
 
     def closed_gradients(self, size: Sizes) -> IntColumn:
-        """The same, which a backward frees."""
+        """Bytes of their gradient that a backward frees."""
         return size(self.cache_tokens) * self.first if self.tree is None else self.tree.by(self.tree.chunk, size, read=True)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_epp.features import layouts_of
 from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
@@ -51,8 +51,8 @@ class ChunkLayout(NamedTuple):
 
 
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
-    if plan.borrowed:
-        layouts: tuple[ChunkLayout, ...] = resolve_name("megatron_epp.features.trees.tree_layouts:tree_layouts")(plan)
+    if (of_feature := layouts_of(plan)) is not None:
+        layouts: tuple[ChunkLayout, ...] = of_feature(plan)
         return layouts
     slices, begun = ([getattr(chunk, name)(plan.lengths) for chunk in plan.chunks] for name in ("slice_of", "begun_of"))
     num_slices = Counter(part.sequence for part in (*slices, *begun) if part is not None)

@@ -37,7 +37,7 @@ class _Paths:
 
     @cached_property
     def ahead(self) -> dict[Segment, tuple[tuple[Segment, int], ...]]:
-        """Of each segment, those with the tokens before its own, and up to which token of each it reads."""
+        """Segments with the tokens before each segment's own, and up to which token of each it reads."""
         return {
             segment: tuple(ahead_of(segment.sequence, segment.start, self.segments, self.plan.borrowed))
             for chunk in self.plan.chunks
