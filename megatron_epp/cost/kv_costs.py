@@ -44,8 +44,7 @@ class KVBytes:
         """Bytes per token of their gradient while it is accumulated, for each chunk's sequence."""
         few = self.bytes_per_token if self.gradient_bytes_per_token is None else self.gradient_bytes_per_token
         many = few if self.many_gradient_bytes_per_token is None else self.many_gradient_bytes_per_token
-        per_token = np.where(work.num_slices > MOST_ROUNDED_SLICES, many, few)
-        return per_token if work.tree is None else per_token[:1]  # one for all segments
+        return np.where(work.num_slices > MOST_ROUNDED_SLICES, many, few)
 
     def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes of new gradients of a prefix's keys and values, before they are added to the sums.
@@ -72,7 +71,7 @@ class KVBytes:
     def forward_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes that a pass makes of latents at one time, a backward as many of their gradients, and rows put together."""
         seen = work.prefix_tokens + work.tokens
-        gathered = np.zeros(len(work.tokens)) if work.tree is None else self.bytes_per_token * seen
+        gathered = self.bytes_per_token * work.gathered_tokens
         return self._expanded_bytes(seen) / 2 + gathered if self.expanded_heads else gathered
 
     def _expanded_bytes(self, keys: IntColumn) -> TimeColumn:

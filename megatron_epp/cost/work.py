@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import add
 from typing import Any, NamedTuple, overload
 
@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.plan.chunk import Borrowed, readers_of
 from megatron_epp.plan.problem import Spans, TrainedParts
 from megatron_epp.plan.sizing import size_classes
 
@@ -132,8 +131,6 @@ class ChunkWork:
             values are copied to a cache of their own; None without any.
         trained: tokens that count in the loss, which alone pass the output layer; None for all.
         span_work, span_kept: of the spans that a chunk holds (`TokenSpan`); None without any.
-        tree: where sequences share prefixes; then every chunk has its own tokens in the cache, and `prefix_tokens` are the rows
-            in front of those of its segments, put together for each pass.
     """
 
     tokens: IntColumn
@@ -148,57 +145,36 @@ class ChunkWork:
     trained: TimeColumn | None = None
     span_work: TimeColumn | None = None
     span_kept: TimeColumn | None = None
-    tree: TreeTokens | None = None
 
     @property
     def kv_offload(self) -> BoolColumn:
         """True for chunks with a slice whose keys and values are offloaded to the host."""
         return np.asarray(self.sliced & (self.cache_tokens == 0), dtype=np.bool_)
 
+    @property
+    def gathered_tokens(self) -> IntColumn:
+        """Tokens whose keys and values a pass puts together besides those in the cache."""
+        return np.zeros(len(self.tokens), dtype=np.int64)
+
     def opened_cache(self, size: Sizes) -> IntColumn:
         """Bytes of keys and values for which a forward makes room, and which its backward frees."""
-        return size(size_classes(self.cache_tokens)) * self.first if self.tree is None else self.tree.by(self.tree.chunk, size)
+        return size(size_classes(self.cache_tokens)) * self.first
 
     def released_cache(self, size: Sizes) -> IntColumn:
         """Bytes of keys and values that a forward frees where no backward follows."""
-        return size(size_classes(self.cache_tokens)) * self.last if self.tree is None else self.tree.by(self.tree.reader, size)
+        return size(size_classes(self.cache_tokens)) * self.last
 
     def opened_gradients(self, size: Sizes) -> IntColumn:
         """Bytes of their gradient for which a backward makes room."""
-        return size(self.cache_tokens) * self.last if self.tree is None else self.tree.by(self.tree.reader, size, read=True)
+        return size(self.cache_tokens) * self.last
 
     def closed_gradients(self, size: Sizes) -> IntColumn:
         """Bytes of their gradient that a backward frees."""
-        return size(self.cache_tokens) * self.first if self.tree is None else self.tree.by(self.tree.chunk, size, read=True)
+        return size(self.cache_tokens) * self.first
 
 
 Sizes = Callable[[IntColumn], IntColumn]
 """Function from numbers of tokens to their bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class TreeTokens:
-    """Segments of a table whose sequences share prefixes, as columns with one entry per segment.
-
-    Attributes:
-        tokens: with the padding of its chunk, if it is the last there.
-        chunk: that has the segment.
-        reader: the last chunk of the table that reads its keys and values, which is the first to do so in backward.
-        is_read: others read them; if not, `reader` is its own chunk.
-    """
-
-    num_chunks: int
-    tokens: IntColumn
-    chunk: IntColumn
-    reader: IntColumn
-    is_read: BoolColumn
-
-    def by(self, chunks: IntColumn, size: Sizes, read: bool = False) -> IntColumn:
-        """Sum the bytes of segments, each rounded by itself, or of those that are read, by chunk."""
-        sizes = size(self.tokens)
-        total = np.zeros(self.num_chunks, dtype=sizes.dtype)
-        np.add.at(total, chunks, sizes * self.is_read if read else sizes)
-        return total
 
 
 class LayerPeak(NamedTuple):
@@ -219,11 +195,8 @@ def work_of(
     token_multiple: int = 1,
     trained: Sequence[TrainedParts] = (),
     spans: Sequence[Spans] = (),
-    borrowed: Sequence[Borrowed] = (),
 ) -> ChunkWork:
     """Derive the work of every chunk. Without `trained` all tokens are trained, and without `spans` there are none."""
-    if borrowed:
-        return _work_of_trees(chunks, lengths, token_multiple, trained, spans, borrowed)
     tokens = [chunk.padded_tokens(token_multiple) for chunk in chunks]
     pairs = [sum(causal_pairs(start, end) for _, start, end in chunk.segments) for chunk in chunks]
     slices, begun = ([getattr(chunk, name)(lengths) for chunk in chunks] for name in ("slice_of", "begun_of"))
@@ -252,44 +225,6 @@ def work_of(
         trained=np.array([_trained_of(chunk, lengths, trained) for chunk in chunks]) if trained else None,
         span_work=np.array([span_work_of(chunk, spans) for chunk in chunks]) if spans else None,
         span_kept=np.array([_span_kept_of(chunk, spans) for chunk in chunks]) if spans else None,
-    )
-
-
-def _work_of_trees(
-    chunks: Sequence[Chunk],
-    lengths: Sequence[int],
-    token_multiple: int,
-    trained: Sequence[TrainedParts],
-    spans: Sequence[Spans],
-    borrowed: Sequence[Borrowed],
-) -> ChunkWork:
-    plain = work_of([Chunk(()) for _ in chunks], lengths)
-    tokens = np.array([chunk.padded_tokens(token_multiple) for chunk in chunks], dtype=np.int64)
-    ahead = np.array([sum(part.start for part in chunk.segments) for chunk in chunks], dtype=np.int64)
-    readers, last = readers_of(chunks, borrowed)
-    segments = [(segment, c, segment is chunk.segments[-1]) for c, chunk in enumerate(chunks) for segment in chunk.segments]
-    padding = [int(own) - chunk.num_tokens for own, chunk in zip(tokens, chunks, strict=True)]
-    tree = TreeTokens(
-        len(chunks),
-        tokens=np.array([segment.num_tokens + is_last * padding[c] for segment, c, is_last in segments], dtype=np.int64),
-        chunk=np.array([c for _, c, _ in segments], dtype=np.int64),
-        reader=np.array([last.get(segment, c) for segment, c, _ in segments], dtype=np.int64),
-        is_read=np.array([segment in readers for segment, _, _ in segments], dtype=np.bool_),
-    )
-    every = np.ones(len(chunks), dtype=np.bool_)
-    return replace(
-        plain,
-        tokens=tokens,
-        pairs=np.array([sum(causal_pairs(start, end) for _, start, end in chunk.segments) for chunk in chunks], dtype=np.int64),
-        sliced=every,
-        first=every,
-        prefix_tokens=ahead,
-        cache_tokens=tokens,
-        num_slices=np.full(len(chunks), 1 + max(readers.values(), default=0)),
-        trained=np.array([_trained_of(chunk, lengths, trained) for chunk in chunks]) if trained else None,
-        span_work=np.array([span_work_of(chunk, spans) for chunk in chunks]) if spans else None,
-        span_kept=np.array([_span_kept_of(chunk, spans) for chunk in chunks]) if spans else None,
-        tree=tree,
     )
 
 

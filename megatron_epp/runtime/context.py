@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_epp.features import layouts_of
+from megatron_epp.features import batch_target
 from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
@@ -51,8 +51,8 @@ class ChunkLayout(NamedTuple):
 
 
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
-    if (of_feature := layouts_of(plan)) is not None:
-        layouts: tuple[ChunkLayout, ...] = of_feature(plan)
+    if (make := batch_target(plan, "layouts")) is not None:
+        layouts: tuple[ChunkLayout, ...] = make(plan)
         return layouts
     slices, begun = ([getattr(chunk, name)(plan.lengths) for chunk in plan.chunks] for name in ("slice_of", "begun_of"))
     num_slices = Counter(part.sequence for part in (*slices, *begun) if part is not None)
