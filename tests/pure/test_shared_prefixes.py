@@ -1,6 +1,7 @@
 """Prefixes that samples share are found from their tokens, at any depth, and each label is trained for one sample."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,17 +10,16 @@ from hypothesis import strategies as st
 
 from megatron_epp.features.trees.prefixes import shared_prefixes
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed, path_of
+from megatron_epp.plan.proof.plan_tables import check_borrowed
 from tests.support.plan.random_forests import forest
+from tests.support.plan.small_plans import make_plan, whole
 
 NONE = NOTHING_BORROWED
 
 
-def borrowed(texts, trained=None, least=1):
-    masks = [
-        np.zeros(len(text) - 1, dtype=bool) if trained is None else np.array(trained[q], dtype=bool)
-        for q, text in enumerate(texts)
-    ]
-    return shared_prefixes([np.array(text) for text in texts], masks, least)
+def borrowed(texts, first_trained=None, least=1):
+    first = [len(text) - 1 for text in texts] if first_trained is None else first_trained
+    return shared_prefixes([np.array(text) for text in texts], first, least)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,10 @@ def test_what_samples_borrow(texts, expected):
     assert borrowed(texts) == expected
 
 
-def test_a_label_that_two_train_is_not_borrowed_and_one_that_either_trains_is():
-    texts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]]
-    assert borrowed(texts, [[0, 1, 0, 1], [0, 0, 1, 1]]) == (NONE, Borrowed(0, 3))
-    assert borrowed(texts, [[0, 1, 0, 1], [0, 1, 1, 1]]) == (NONE, Borrowed(0, 1))
-    third = [*texts, [1, 2, 3, 4, 7]]  # the second trains a label that the first holds, and so does the third
-    assert borrowed(third, [[0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 1, 1]]) == (NONE, Borrowed(0, 3), Borrowed(0, 2))
+def test_an_input_whose_label_a_sample_trains_is_its_own():
+    texts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7]]
+    assert borrowed(texts, [0, 2, 4]) == (NONE, Borrowed(0, 2), Borrowed(1, 3))
+    assert borrowed(texts, [4, 0, 1]) == (NONE, NONE, Borrowed(1, 1))
 
 
 def test_a_prefix_too_short_to_pay_is_not_borrowed():
@@ -57,20 +55,14 @@ def test_in_random_forests_every_borrowed_input_and_its_label_are_the_holder_s(s
     rng = random.Random(seed)
     texts = forest(rng).texts
     rng.shuffle(texts)
-    trained = [[rng.random() < 0.2 for _ in text[1:]] for text in texts]
+    trained = [rng.randint(0, len(text) - 1) for text in texts]
     shared = borrowed(texts, trained) or (NONE,) * len(texts)
+    lengths = tuple(len(text) - 1 for text in texts)
+    assert [*check_borrowed(replace(make_plan(["0F0 0B0"], whole(1)), lengths=lengths, borrowed=shared))] == []
     for q, (_, count) in enumerate(shared):
-        assert count < len(texts[q]) - 1
+        assert count <= trained[q]
         for holder, start, end in path_of(q, count, shared):
             assert texts[holder][start : end + 1] == texts[q][start : end + 1]
-    trainers = [
-        (holder, token)
-        for q, text in enumerate(texts)
-        for holder, start, end in path_of(q, len(text) - 1, shared)
-        for token in range(start, end)
-        if trained[q][token]
-    ]
-    assert len(set(trainers)) == len(trainers) == sum(map(sum, trained))
 
 
 @given(st.integers(0, 10**6))
