@@ -39,6 +39,7 @@ class Lengths(NamedTuple):
     trained: tuple[TrainedParts, ...] = ()
     loss_groups: tuple[int, ...] = ()
     spans: tuple[Spans, ...] = ()
+    borrowed: tuple[Borrowed, ...] = ()
 
 
 Share = tuple[int, ...]

@@ -22,7 +22,8 @@ CAP_BYTES = 180_000
 SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
 
 
-def made() -> list[dict[str, Any]]:
+def made(prompt: int = 0) -> list[dict[str, Any]]:
+    """Samples; those of more than `prompt` tokens begin with as many equal ones, which are not trained."""
     random = torch.Generator().manual_seed(4)
     found = []
     for number, length in enumerate(LENGTHS):
@@ -36,6 +37,10 @@ def made() -> list[dict[str, Any]]:
                 "advantages": 1.0 - number / 2,
             }
         )
+    for sample in found if prompt else ():
+        if len(sample["tokens"]) > prompt + 1:
+            sample["tokens"][:prompt] = found[0]["tokens"][:prompt]
+            sample["trained"][:prompt] = 0
     found[3]["trained"] = (torch.arange(LENGTHS[3] + 1) == 2).int()  # one token alone
     return found
 
@@ -67,6 +72,7 @@ def grpo(
     per_token: bool = True,
     part: str | None = None,
     plans: Mapping[str, Any] | None = None,
+    prompt: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
     """Return how far two trainings in slices are from one by Megatron's schedule, and a third by it afterwards. Of the model a
@@ -81,7 +87,7 @@ def grpo(
             freeze(model, part)
     from megatron.core import parallel_state
 
-    samples = made()
+    samples = made(prompt)
     training = DataParallel(loop, samples, partial(whole_step, per_token=per_token))
     chunks = training.chunks
     names = [sorted(chunk.state_dict()) for chunk in chunks]
@@ -111,6 +117,7 @@ def grpo(
         "divisor": reports[0].divisor,
         "ahead": (left, len(schedule._ahead)),
         "chunks": reports[0].num_chunks,
+        "shared": reports[0].num_shared_tokens,
         "splits": sorted(splits),
         "num_gradients": len(expected),
         "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
