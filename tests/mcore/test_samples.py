@@ -71,7 +71,10 @@ TREES = [
     pytest.param(2, {}, id="two stages"),
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
     pytest.param(4, {"replicas": 2}, id="replicas"),
+    pytest.param(4, {"context_parallel": 2}, id="context parallel"),
     pytest.param(2, {"plans": {"recompute": 1}}, id="recompute"),
+    pytest.param(2, {"plans": {"offload": True, "memory_cap_gb": 0.00023}}, id="offload"),
+    pytest.param(2, {"plans": {"split_weight_gradient": "on"}}, id="split weight gradients"),
     pytest.param(2, {"plans": {"share_prefixes": False}}, id="apart"),
 ]
 
@@ -94,9 +97,14 @@ def _scale(layout):
 
 
 BY_REPLICA, SHARED = {"replicas": 2, "per_token": False}, {"tensor_parallel": 2, "sequence_parallel": True}
+PAIRS = [
+    pytest.param(BY_REPLICA, id="replicas"),
+    pytest.param(SHARED, marks=SLOW, id="tensor and sequence"),
+    pytest.param({"prompt": 36}, id="a prompt of two pairs"),
+]
 
 
-@pytest.mark.parametrize("layout", [BY_REPLICA, pytest.param(SHARED, marks=SLOW)], ids=["replicas", "tensor and sequence"])
+@pytest.mark.parametrize("layout", PAIRS)
 def test_preferences_have_the_gradient_that_their_margins_ask_for(layout):
     for one in of_ranks(job(4, "samples:pairs", **layout)):
         assert one["worst"] <= TOLERANCE

@@ -124,11 +124,11 @@ def grpo(
     }
 
 
-def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[str, Any]:
+def pairs(replicas: int = 1, per_token: bool = True, prompt: int = 0, **settings: Any) -> dict[str, Any]:
     """Return how far the gradient of preferences is from a sum over tokens, weighted by what their pair's margin asks for."""
     loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token, **settings)
     order = (0, 3, 1, 2, 4, 5)
-    samples = [one | {"group": number // 2, "preferred": number % 2} for number, one in zip(order, made(), strict=True)]
+    samples = [one | {"group": number // 2, "preferred": number % 2} for number, one in zip(order, made(prompt), strict=True)]
     training = DataParallel(loop, samples)
     schedule = megatron_epp.wrap_samples(loss=Preference(beta=0.5), **SETTINGS)
     found, report = training.sliced(schedule, wants_logprobs=True)
@@ -142,7 +142,7 @@ def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[st
         margins[one["group"]] += score * (1 if one["preferred"] else -1)
     factor = {group: 0.5 / (1 + math.exp(0.5 * margin)) for group, margin in margins.items()}
     weighted = [one | {"weight": factor[one["group"]] * (1 if one["preferred"] else -1)} for one in samples]
-    by_tokens = megatron_epp.wrap_samples(loss=NextToken(Average.SEQUENCES, "weight"), **SETTINGS)
+    by_tokens = megatron_epp.wrap_samples(loss=NextToken(Average.SEQUENCES, "weight"), share_prefixes=False, **SETTINGS)
     expected, _ = training.sliced(by_tokens, weighted)
     loss = sum(math.log1p(math.exp(-0.5 * margin)) for margin in margins.values()) / len(margins)
     by_groups = len(samples) / len(margins)  # what divides the one and the other
