@@ -48,8 +48,8 @@ class Feature:
         split: splits weight gradients off an order (`planner.orders.completion.Splitting`).
         finish: from candidates and the best of them to one no slower; not where replicas run in lockstep.
         fit: from an order, the same with whole backwards, tables and a problem to copies under the caps, or None.
-        batched: reads a plan or a planner's problem. Of those, `work` is of chunks (`cost.work.work_of`), `layouts` are from a
-            plan to those of its chunks (`runtime.context.chunk_layouts`).
+        batched: reads a plan or a planner's problem. Of those, `choice` is from a problem to the plan that runs, `work` is of
+            chunks (`cost.work.work_of`), and `layouts` from a plan to those of its chunks (`runtime.context.chunk_layouts`).
         run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
     """
 
@@ -60,6 +60,7 @@ class Feature:
     adopt: str = ""
     built: str = ""
     batched: Callable[[Plan | Problem], bool] = _never
+    choice: str = ""
     work: str = ""
     layouts: str = ""
     head: str = ""
@@ -179,6 +180,7 @@ FEATURES = (
         "shared prefixes",
         "groups of 8 responses of 1,000 tokens to prompts of 4,000 take 2.5 times less: tests/pure/test_planner_trees.py",
         batched=lambda batch: bool(batch.borrowed),
+        choice=f"{_HERE}trees.choice:faster",
         work=f"{_HERE}trees.tree_work:work_of_tree",
         layouts=f"{_HERE}trees.tree_layouts:tree_layouts",
     ),
@@ -200,7 +202,7 @@ def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
 
 
 def batch_target(batch: Plan | Problem, kind: str) -> Callable[..., Any] | None:
-    """Return the function of a kind (`work`, `layouts`) of the feature that a batch needs; None where it needs none."""
+    """Return the function of a kind (`choice` to `layouts`) of the feature that a batch needs; None where it needs none."""
     return next((resolve_name(getattr(feature, kind)) for feature in FEATURES if feature.batched(batch)), None)
 
 

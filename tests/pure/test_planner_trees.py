@@ -12,6 +12,7 @@ from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.breakdown import peak_items
+from megatron_epp.planner.result import plan_or_refuse
 from tests.support.plan import second_simulator
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.random_forests import forest
@@ -42,7 +43,7 @@ def test_random_forests_have_sound_plans_in_which_each_token_runs_once(seed, mul
         offload=rng.random() < 0.3,
     )
     asked = problem(grown.lengths, 2, token_multiple=multiple, forward_only=forward_only)
-    made = plan(replace(asked, borrowed=grown.borrowed), COSTS, options)
+    (made,) = plan_or_refuse((replace(asked, borrowed=grown.borrowed),), COSTS, options)
     assert (check(made), second_simulator.faults(made)) == ([], [])
     assert sum(chunk.num_tokens for chunk in made.chunks) == sum(grown.lengths) - sum(n for _, n in grown.borrowed)
     assert made.predicted.lower_bound_us <= made.predicted.makespan_us * (1 + 1e-9)
@@ -60,6 +61,15 @@ def test_groups_with_one_prompt_take_less_time_and_memory_than_their_sequences()
     asked = problem(lengths, 2)
     alone, shared = plan(asked, COSTS), plan(replace(asked, borrowed=borrowed), COSTS)
     assert alone.predicted.makespan_us > 2.5 * shared.predicted.makespan_us
+
+
+def test_a_batch_runs_apart_where_that_is_faster_or_hardly_anything_is_shared():
+    lengths, borrowed = groups(2, 4, 40, 4000)
+    asked = problem(lengths, 2)
+    assert plan(replace(asked, borrowed=borrowed), COSTS) == plan(asked, COSTS)
+    lengths, borrowed = groups(2, 4, 200, 4000)
+    made = plan(replace(asked, lengths=lengths, borrowed=borrowed), COSTS)
+    assert made.predicted.makespan_us <= plan(replace(asked, lengths=lengths), COSTS).predicted.makespan_us
 
 
 def test_without_shared_prefixes_the_plan_is_the_one_of_a_batch_that_says_nothing_of_them():

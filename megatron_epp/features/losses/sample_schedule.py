@@ -370,7 +370,7 @@ class SampleSchedule:
         )
         of_each = ((), joined) if self._asks.has_values else (joined, ())
         shared = sum(count for _, count in batch.plan.borrowed)
-        return SampleReport(means, divisor, len(batch.plan.chunks), *of_each, num_shared_tokens=shared)
+        return SampleReport(means, divisor, len(batch.plan.chunks), of_each[0], of_each[1], shared)
 
 
 def _gradients(models: Sequence[torch.nn.Module]) -> list[torch.Tensor | None]:
@@ -450,7 +450,7 @@ def wrap_samples(
         feature_layers: layers of the first stage, from 0, to whose outputs features are added, which `inputs` then returns
             behind the rows: a pair of rows and a list of as many tensors ``[tokens, 1, hidden]``.
         share_prefixes: run what samples begin with in common once, such as a prompt of several responses. By default where the
-            model allows it; False for every sample apart.
+            model allows it; False for every sample by itself.
         settings: flags of training by their names behind ``--epp-``, as ``memory_cap_gb=60``: those of `SETTINGS`.
 
     Raises:

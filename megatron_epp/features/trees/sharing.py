@@ -1,4 +1,4 @@
-"""Which models and losses may share prefixes: those for which a token in common is the same token in every sample."""
+"""Models and losses that may share prefixes: those for which a token in common is the same token in every sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_epp.plan.planners import begins_with_greedy
 
 
 def obstacle(config: Any, planner: str, asks: LossColumns, of_inputs: InputColumns) -> str:
-    """Return why a model with Megatron's `config` runs every sample apart; empty if it may share prefixes."""
+    """Return why a model with Megatron's `config` runs every sample by itself; empty if it may share prefixes."""
     reasons = {
         "experts, whose losses and capacity count a token once for every sample": config.num_moe_experts,
         "dropout, which is another for every sample": config.hidden_dropout or config.attention_dropout,
