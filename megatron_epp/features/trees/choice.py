@@ -15,7 +15,7 @@ LEAST_SHARE = 0.02
 
 
 def faster(problem: Problem, costs: Costs, options: Options, plan: Callable[[Problem], Plan]) -> Plan:
-    """Return the faster plan. That of separate sequences is not made where their work alone takes longer than all with sharing."""
+    """Return the faster plan. That of separate sequences is not made where their work takes longer."""
     separate = replace(problem, borrowed=())
     if sum(count for _, count in problem.borrowed) < LEAST_SHARE * sum(problem.lengths):
         return plan(separate)
