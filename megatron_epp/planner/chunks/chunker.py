@@ -60,9 +60,9 @@ class Chunker:
 
     @property
     def longest_us(self) -> float:
-        return max(map(self.sequence_us, range(len(self.problem.lengths))))
+        return max(map(self.own_us, range(len(self.problem.lengths))))
 
-    def sequence_us(self, sequence: int) -> float:
+    def own_us(self, sequence: int) -> float:
         """Time of the tokens that a sequence holds itself."""
         return self.part_us(sequence, self.problem.first_token(sequence), self.problem.lengths[sequence])
 

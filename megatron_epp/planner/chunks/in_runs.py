@@ -180,7 +180,7 @@ def _rest(num_chunks: float, shape: Shape, num_ranks: int, *, at_least: int) -> 
 def falling_times(chunker: Chunker) -> list[Timed]:
     """Return every sequence, group of sequences with one loss, or tree, the one that takes longest first."""
     problem, groups = chunker.problem, dict[int, list[int]]()
-    times_us = [*map(chunker.sequence_us, range(len(problem.lengths)))]
+    times_us = [*map(chunker.own_us, range(len(problem.lengths)))]
     group_of = {q: number for number, group in enumerate(problem.indivisible) for q in group}
     for q in sorted(group_of, key=lambda q: (-times_us[q], q)):
         groups.setdefault(group_of[q], []).append(q)
@@ -227,7 +227,7 @@ def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_
         return []
     chunker = chunker.without_reads(sequences[0], len(shares))
     lengths, cap, multiple = chunker.problem.lengths, chunker.token_cap, chunker.problem.token_multiple
-    unit_us = sum(map(chunker.sequence_us, sequences)) / sum(shares)
+    unit_us = sum(map(chunker.own_us, sequences)) / sum(shares)
     least = -(-least_tokens // multiple) * multiple
     chunks, parts = list[Chunk](), list[Segment]()
     room_us, room, at = unit_us * shares[0], cap, 0
