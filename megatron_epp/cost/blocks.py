@@ -144,14 +144,15 @@ class BlockCosts(PartCosts):
         return states + np.where(work.sliced & ~work.first, self.tail_bytes, 0.0)
 
     def kv_gradient_bytes(self, work: ChunkWork) -> TimeColumn:
-        """Bytes of the gradient of the whole sequence's keys and values, of one that caches any."""
-        return np.zeros(len(work.tokens)) if self.kv is None else self.kv.gradient_per_token(work) * work.cache_tokens
+        """Bytes of the gradient of keys and values for which a backward makes room, of one that caches any."""
+        tokens = work.opened_gradients(lambda tokens: tokens)
+        return 0.0 * tokens if self.kv is None else self.kv.gradient_per_token(work) * tokens
 
     def peak_bytes(self, work: ChunkWork, mode: str = "", split: bool = False) -> tuple[TimeColumn, TimeColumn, TimeColumn]:
         """Bytes of a `LayerPeak` (`PipelineCosts.layer_peak_bytes`) of one layer, not rounded."""
         full, attended = self._peaks_per_token(mode, split)
         cached, prefix = self._in_cache(work, share=1.0), self.prefix_bytes(work) * (self.cached_share > 0)
-        gradient = np.where(work.last, self.cached_share * self.kv_gradient_bytes(work), 0.0)
+        gradient = self.cached_share * self.kv_gradient_bytes(work)
         late = (attended - cached) * work.tokens + gradient + prefix
         # Where layers are unlike, one that caches nothing may be the last that a backward comes to: all gradients are there.
         is_unlike = self.cached_share < 1

@@ -69,9 +69,10 @@ class KVBytes:
         return np.maximum(np.where(work.kv_offload, piece, resident) - transient(work.tokens, self.heads), 0.0)
 
     def forward_bytes(self, work: ChunkWork) -> TimeColumn:
-        """Bytes of keys and values that a pass makes of latents at one time; a backward makes as many of their gradients."""
+        """Bytes that a pass makes of latents at one time, a backward as many of their gradients, and rows put together."""
         seen = work.prefix_tokens + work.tokens
-        return self._expanded_bytes(seen) / 2 if self.expanded_heads else np.zeros(len(work.tokens))
+        gathered = self.bytes_per_token * work.gathered_tokens
+        return self._expanded_bytes(seen) / 2 + gathered if self.expanded_heads else gathered
 
     def _expanded_bytes(self, keys: IntColumn) -> TimeColumn:
         return transient_kv_gradient_bytes(keys, self.expanded_heads, self._head_bytes, 1)

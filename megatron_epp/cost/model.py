@@ -17,7 +17,7 @@ from megatron_epp.cost.blocks import CODEC, HEAD, PREDICTION, BlockCosts, StageC
 from megatron_epp.cost.kv_costs import KVOffloadCosts, kv_offload_costs
 from megatron_epp.cost.memory import LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
 from megatron_epp.cost.output_layer import VocabularyShards
-from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, LinearTime, ModeCosts, TimeColumn
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, LinearTime, ModeCosts, Sizes, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Op, Recompute
 from megatron_epp.plan.codec import FileFormat
 from megatron_epp.plan.operations import OperationRows
@@ -197,14 +197,25 @@ class PipelineCosts:
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of keys and values, in all layers, of the sequence that a chunk has a slice of, rounded by `size_classes`."""
-        costs = self.stages[stage]
-        return self._whole_bytes(costs.num_caches * costs.kv.bytes_per_token * size_classes(work.cache_tokens))
+        return self._cache_size(stage)(size_classes(work.cache_tokens))
 
     def opened_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
         """Bytes of keys and values that a chunk's forward makes room for, and of their gradient; its backward frees both."""
-        first = self.cache_bytes(stage, work) * work.first, self.gradient_bytes(stage, work) * work.first
+        first = work.opened_cache(self._cache_size(stage)), work.closed_gradients(self._gradient_size(stage, work))
         begun = (0 * first[0],) * 2 if work.begun is None else self.opened_bytes(stage, work.begun)
         return first[0] + begun[0], first[1] + begun[1]
+
+    def released_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Bytes of keys and values that a forward frees where no backward follows."""
+        return work.released_cache(self._cache_size(stage))
+
+    def _cache_size(self, stage: int) -> Sizes:
+        costs = self.stages[stage]
+        return lambda tokens: self._whole_bytes(costs.num_caches * costs.kv.bytes_per_token * tokens)
+
+    def _gradient_size(self, stage: int, work: ChunkWork) -> Sizes:
+        own, per_token = self.stages[stage], self.stages[stage].kv.gradient_per_token(work)
+        return lambda tokens: self._whole_bytes(own.num_caches * (per_token * tokens))
 
     def kv_offload_costs(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> KVOffloadCosts:
         """Time and memory of KV offload of slices.
@@ -221,9 +232,8 @@ class PipelineCosts:
         return kv_offload_costs(own.kv, own.num_caches, passes, work, copy_us, self.fragmentation_share)
 
     def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes of the gradient of these keys and values, allocated layer by layer in the backward of the last slice."""
-        own = self.stages[stage]
-        return self._whole_bytes(own.num_caches * (own.kv.gradient_per_token(work) * work.cache_tokens))
+        """Bytes of the gradient of keys and values for which a backward makes room, layer by layer."""
+        return work.opened_gradients(self._gradient_size(stage, work))
 
     def layer_bytes(self, stage: int, work: ChunkWork, mode: str = "", layer: int | None = None) -> IntColumn:
         """Bytes kept by one layer with the given recompute mode (empty: none), which backward frees after the layer."""

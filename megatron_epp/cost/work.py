@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import add
 from typing import Any, NamedTuple, overload
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.problem import Spans, TrainedParts
+from megatron_epp.plan.sizing import size_classes
 
 IntColumn = NDArray[np.int64]
 BoolColumn = NDArray[np.bool_]
@@ -149,6 +150,31 @@ class ChunkWork:
     def kv_offload(self) -> BoolColumn:
         """True for chunks with a slice whose keys and values are offloaded to the host."""
         return np.asarray(self.sliced & (self.cache_tokens == 0), dtype=np.bool_)
+
+    @property
+    def gathered_tokens(self) -> IntColumn:
+        """Tokens whose keys and values a pass puts together besides those in the cache."""
+        return np.zeros(len(self.tokens), dtype=np.int64)
+
+    def opened_cache(self, size: Sizes) -> IntColumn:
+        """Bytes of keys and values for which a forward makes room, and which its backward frees."""
+        return size(size_classes(self.cache_tokens)) * self.first
+
+    def released_cache(self, size: Sizes) -> IntColumn:
+        """Bytes of keys and values that a forward frees where no backward follows."""
+        return size(size_classes(self.cache_tokens)) * self.last
+
+    def opened_gradients(self, size: Sizes) -> IntColumn:
+        """Bytes of their gradient for which a backward makes room."""
+        return size(self.cache_tokens) * self.last
+
+    def closed_gradients(self, size: Sizes) -> IntColumn:
+        """Bytes of their gradient that a backward frees."""
+        return size(self.cache_tokens) * self.first
+
+
+Sizes = Callable[[IntColumn], IntColumn]
+"""Function from numbers of tokens to their bytes."""
 
 
 class LayerPeak(NamedTuple):

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.indexed_documents import any_trained, trained_parts
 from megatron_epp.plan import Action, EppError
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.problem import Lengths, Spans, by_count
 from megatron_epp.port.packed import PackedPlans
 
@@ -149,7 +150,8 @@ def _batches(
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
         packed = None
         if plans is not None and plans.make_plans is not None:
-            asked = Lengths(lengths, trained_parts(dataset, indices), loss_groups, spans_of(dataset, indices))
+            facts = trained_parts(dataset, indices), loss_groups, spans_of(dataset, indices), borrowed_of(dataset, indices)
+            asked = Lengths(lengths, *facts)
             packed = plans.make_plans(asked)
         batch = GlobalBatch(
             indices=indices,
@@ -184,6 +186,12 @@ def spans_of(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[Spans, .
     spans: Callable[[int], Spans] | None = getattr(dataset, "spans", None)
     each = () if spans is None else tuple(map(spans, indices))
     return each if any(each) else ()
+
+
+def borrowed_of(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[Borrowed, ...]:
+    """Return what sequences borrow of others; empty if the dataset shares no prefixes."""
+    find: Callable[[Sequence[int]], tuple[Borrowed, ...]] | None = getattr(dataset, "borrowed", None)
+    return () if find is None else find(indices)
 
 
 def _portable(error: Exception) -> Exception:

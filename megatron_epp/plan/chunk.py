@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 
@@ -17,6 +20,31 @@ class Segment(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+
+class Borrowed(NamedTuple):
+    """First tokens of a sequence that another one of the batch begins with, too: they are in that one's chunks alone.
+
+    `tokens` is more than that one borrows itself, so every token is borrowed from the sequence that holds it, or from one that
+    goes on borrowing.
+    """
+
+    sequence: int
+    tokens: int
+
+
+NOTHING_BORROWED = Borrowed(-1, 0)
+
+
+def path_of(sequence: int, end: int, borrowed: Sequence[Borrowed]) -> list[Segment]:
+    """Return where the first `end` tokens of a sequence are, from its first: parts of the sequences that hold them."""
+    path: list[Segment] = []
+    while end > 0:
+        lender, first = borrowed[sequence] if borrowed else NOTHING_BORROWED
+        if first < end:
+            path.insert(0, Segment(sequence, first, end))
+        sequence, end = lender, min(first, end)
+    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +87,57 @@ class Chunk:
         return "split" if len(self.segments) == 1 else "hybrid"
 
 
+def readers_of(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed]) -> tuple[Counter[Segment], dict[Segment, int]]:
+    """Count the segments whose queries read each segment's tokens, and say in which chunk the last of them is."""
+    held: dict[int, list[Segment]] = {}
+    for segment in sorted(segment for chunk in chunks for segment in chunk.segments):
+        held.setdefault(segment.sequence, []).append(segment)
+    readers, last = Counter[Segment](), dict[Segment, int]()
+    for c, chunk in enumerate(chunks):
+        for sequence, start, _ in chunk.segments:
+            for part, _ in ahead_of(sequence, start, held, borrowed):
+                readers[part] += 1
+                last[part] = c
+    return readers, last
+
+
+def ahead_of(
+    sequence: int, start: int, held: Mapping[int, Sequence[Segment]], borrowed: Sequence[Borrowed]
+) -> Iterator[tuple[Segment, int]]:
+    """Yield the segments with a sequence's tokens up to `start`, and up to which token of each; `held` are all, ascending."""
+    for holder, first, stop in path_of(sequence, start, borrowed):
+        yield from ((part, min(part.end, stop)) for part in held.get(holder, ()) if part.start < stop and part.end > first)
+
+
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Chunks that hold what is just before each chunk's first segment, and just after the segment that goes on, or None."""
+    """Chunks that hold the token just before a segment of each chunk, and the reverse."""
 
-    previous: tuple[int | None, ...]
-    following: tuple[int | None, ...]
+    previous: tuple[tuple[int, ...], ...]
+    following: tuple[tuple[int, ...], ...]
 
 
-def slice_neighbours(chunks: Sequence[Chunk]) -> Neighbours:
-    """Link the slices of each sequence in token order. Segments that are not adjacent get no link; `check` reports them."""
-    starts = {(s.sequence, s.start): c for c, chunk in enumerate(chunks) for s in chunk.segments}
-    previous: list[int | None] = [None] * len(chunks)
-    following: list[int | None] = [None] * len(chunks)
+def slice_neighbours(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed] = ()) -> Neighbours:
+    """Link every segment to the chunk with the token before it, of its sequence or of the one that it borrows from.
+
+    Segments without that token in any chunk get no link; `check` reports them.
+    """
+    held: dict[int, list[tuple[int, int, int]]] = {}
     for c, chunk in enumerate(chunks):
-        for segment in chunk.segments:
-            after = starts.get((segment.sequence, segment.end))
-            if after is not None and after != c:
-                following[c] = after
-                previous[after] = c
-    return Neighbours(tuple(previous), tuple(following))
+        for sequence, start, end in chunk.segments:
+            held.setdefault(sequence, []).append((start, end, c))
+    for parts in held.values():
+        parts.sort()
+    previous: list[dict[int, None]] = [{} for _ in chunks]
+    following: list[dict[int, None]] = [{} for _ in chunks]
+    for c, chunk in enumerate(chunks):
+        for sequence, start, _ in chunk.segments:
+            if start <= 0:
+                continue
+            holder = path_of(sequence, start, borrowed)[-1].sequence if borrowed else sequence
+            parts = held.get(holder, [])
+            at = bisect_right(parts, start - 1, key=itemgetter(0)) - 1
+            if at >= 0 and parts[at][1] >= start and (before := parts[at][2]) != c:
+                previous[c][before] = None
+                following[before][c] = None
+    return Neighbours(tuple(map(tuple, previous)), tuple(map(tuple, following)))

@@ -11,11 +11,11 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.codec import Codec, hints_of
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.grid import step_text
-from megatron_epp.plan.plan import SCHEMA, VERSION, Plan, Step
+from megatron_epp.plan.plan import SCHEMA, VERSION, VERSION_WITH_BORROWED, Plan, Step
 from megatron_epp.plan.reading import brief, number, of_type, whole
 from megatron_epp.plan.recompute import Recompute
 
-_LEFT_OUT_IF_EMPTY = ("kv_offload", "host_links", "host_cap_bytes", "message_bytes", "loss_groups")
+_LEFT_OUT_IF_EMPTY = ("kv_offload", "host_links", "host_cap_bytes", "message_bytes", "loss_groups", "borrowed")
 _FIELDS = (
     *("schema", "version", "lengths", "num_stages", "num_ranks", "num_layers", "placement", "token_multiple", "forward_only"),
     *("chunks", "recompute", "recompute_us", "offload_share", "ranks", "copies", "messages", "static_bytes", "cap_bytes"),
@@ -34,7 +34,8 @@ def document_of(plan: Plan) -> dict[str, Any]:
     hints = hints_of(Plan)
     names = [name for name in (*_LEFT_OUT_IF_EMPTY, *_FIELDS) if name in hints]
     values = {name: CODEC.writer(hints[name])(getattr(plan, name)) for name in names}
-    values |= {"schema": SCHEMA, "version": VERSION, "num_stages": plan.num_stages, "num_ranks": plan.num_ranks}
+    version = VERSION_WITH_BORROWED if plan.borrowed else VERSION
+    values |= {"schema": SCHEMA, "version": version, "num_stages": plan.num_stages, "num_ranks": plan.num_ranks}
     extensions = {extension.field: extension.to_json() for extension in plan.extensions}
     optional = {name: values[name] for name in _LEFT_OUT_IF_EMPTY if values[name]}
     return optional | extensions | {name: values[name] for name in _FIELDS}

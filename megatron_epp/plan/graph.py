@@ -144,7 +144,7 @@ class _Pairs(NamedTuple):
 class _Relations:
     def __init__(self, plan: Plan, columns: PlanColumns, steps: Listed) -> None:
         self.plan, self.columns, self.listed = plan, columns, steps
-        self.chunk_links, self.rank = ChunkLinks(plan.chunks, plan.loss_groups), columns.ranks()
+        self.chunk_links, self.rank = ChunkLinks(plan.chunks, plan.loss_groups, plan.borrowed), columns.ranks()
         self.links: list[Link] = []
         self.pairs: list[_Pairs] = []
         self.lacking: list[tuple[int, Action]] = []

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.chunk import Borrowed, Chunk
 from megatron_epp.plan.operations import Collective, MessageKind
 from megatron_epp.plan.recompute import Recompute
 
 SCHEMA = "megatron-epp/plan"
-VERSION = 3
+VERSION, VERSION_WITH_BORROWED = 3, 4
+"""Versions of plan files. Readers of version 3 ignore fields that they do not know, and would run shared prefixes wrongly."""
 UNLIMITED_BYTES = 1 << 62
 """No memory cap."""
 
@@ -177,6 +178,7 @@ class Plan:
         static_bytes: bytes each rank holds throughout (weights, gradients, optimizer), `message_bytes` included.
         loss_groups: groups of chunks whose loss is computed together: on the last stage, the backward of each waits for the
             forwards of all; empty if every chunk has a loss of its own.
+        borrowed: of every sequence, the first tokens that another one holds; empty if no sequences share any.
         message_bytes: the part of `static_bytes` that each rank reserves for messages in flight; empty if they are not counted.
         cap_bytes: memory cap of each rank; `UNLIMITED_BYTES` (2^62) for no cap.
         host_cap_bytes: host memory cap of each rank; empty if unspecified.
@@ -207,6 +209,7 @@ class Plan:
     host_links: tuple[int, ...] = ()
     message_bytes: tuple[int, ...] = ()
     loss_groups: tuple[tuple[int, ...], ...] = ()
+    borrowed: tuple[Borrowed, ...] = ()
     extensions: tuple[Extension, ...] = ()
     token_multiple: int = 1
     forward_only: bool = False

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.plan import UNLIMITED_BYTES
 from megatron_epp.plan.recompute import FULL_ONLY
 
@@ -26,7 +28,7 @@ class TokenSpan(NamedTuple):
 Spans = tuple[TokenSpan, ...]
 """Spans of a sequence, ascending; they do not overlap."""
 
-OF_SEQUENCES = ("lengths", "trained", "loss_groups", "microbatches", "spans")
+OF_SEQUENCES = ("lengths", "trained", "loss_groups", "microbatches", "spans", "borrowed")
 """Fields of a problem with an entry for every sequence of the batch."""
 
 
@@ -37,6 +39,7 @@ class Lengths(NamedTuple):
     trained: tuple[TrainedParts, ...] = ()
     loss_groups: tuple[int, ...] = ()
     spans: tuple[Spans, ...] = ()
+    borrowed: tuple[Borrowed, ...] = ()
 
 
 Share = tuple[int, ...]
@@ -83,6 +86,7 @@ class Problem:
         microbatches: a number for every sequence: those with equal ones run whole, in a chunk of their own; empty to cut and
             pack the batch.
         spans: of every sequence, tokens that no slice may cut; empty if there are none.
+        borrowed: of every sequence, the first tokens that another one holds; empty if none share any.
     """
 
     lengths: tuple[int, ...]
@@ -96,20 +100,29 @@ class Problem:
     loss_groups: tuple[int, ...] = ()
     microbatches: tuple[int, ...] = ()
     spans: tuple[Spans, ...] = ()
+    borrowed: tuple[Borrowed, ...] = ()
 
     def part(self, share: Iterable[int]) -> Problem:
         """Return the problem of the sequences at these positions, in this order."""
         at = tuple(share)
         own: dict[str, Any] = {name: tuple(values[q] for q in at) for name in OF_SEQUENCES if (values := getattr(self, name))}
+        if self.borrowed:
+            where = {q: number for number, q in enumerate(at)} | {-1: -1}
+            own["borrowed"] = tuple(Borrowed(where[lender], tokens) for lender, tokens in own["borrowed"])
         return replace(self, **own)
 
     @property
     def indivisible(self) -> tuple[tuple[int, ...], ...]:
-        """Sequences that no other replica may have a part of: one each, or all of a loss group."""
+        """Sequences that no other replica may have a part of: one each, or all of a loss group or a tree."""
         groups: dict[int, list[int]] = {}
         for q, number in enumerate(self.loss_groups or range(len(self.lengths))):
             groups.setdefault(number, []).append(q)
-        return tuple(map(tuple, groups.values()))
+        lent = ((q, lender) for q, (lender, tokens) in enumerate(self.borrowed) if tokens)
+        return connected(chain(groups.values(), lent)) if self.borrowed else tuple(map(tuple, groups.values()))
+
+    def first_token(self, sequence: int) -> int:
+        """Return the first token that a sequence holds itself."""
+        return self.borrowed[sequence].tokens if self.borrowed else 0
 
     @property
     def trained_share(self) -> float:

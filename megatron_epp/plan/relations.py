@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.chunk import Chunk, slice_neighbours
+from megatron_epp.plan.chunk import Borrowed, Chunk, slice_neighbours
 from megatron_epp.plan.columns import Integers
 from megatron_epp.plan.operations import At, Need, Of, needs_of, operation
 
@@ -43,8 +43,10 @@ def resolve(op: Op, site: int, placement: Sequence[int]) -> Iterator[Resolved]:
 class ChunkLinks:
     """Chunks that a dependency can concern: neighbouring slices, and chunks whose loss is computed together."""
 
-    def __init__(self, chunks: Sequence[Chunk], loss_groups: Sequence[Sequence[int]] = ()) -> None:
-        neighbours = slice_neighbours(chunks)
+    def __init__(
+        self, chunks: Sequence[Chunk], loss_groups: Sequence[Sequence[int]] = (), borrowed: Sequence[Borrowed] = ()
+    ) -> None:
+        neighbours = slice_neighbours(chunks, borrowed)
         self._previous, self._following = neighbours.previous, neighbours.following
         self._groups = {chunk: tuple(group) for group in loss_groups for chunk in group}
 
@@ -53,8 +55,7 @@ class ChunkLinks:
             return (chunk,)
         if which is Of.GROUP:
             return [other for other in self._groups.get(chunk, ()) if other != chunk]
-        other = (self._previous if which is Of.PREVIOUS else self._following)[chunk]
-        return () if other is None else (other,)
+        return (self._previous if which is Of.PREVIOUS else self._following)[chunk]
 
     def of_all(self, which: Of, chunks: Integers) -> tuple[Integers, Integers]:
         """List the chunks that a relation of many chunks concerns: positions in `chunks`, ascending, and for each one chunk."""
@@ -73,6 +74,7 @@ def deps(
     optional: Collection[Action] = (),
     placement: Sequence[int] = (),
     loss_groups: Sequence[Sequence[int]] = (),
+    borrowed: Sequence[Borrowed] = (),
 ) -> Needs:
     """Build the function from an action to the actions that must have ended before it starts.
 
@@ -80,7 +82,7 @@ def deps(
     which others wait only if it has them, such as `R` and `L` before a backward; `placement` is of use for operations whose
     sites are not stages.
     """
-    links, present = ChunkLinks(chunks, loss_groups), frozenset(optional)
+    links, present = ChunkLinks(chunks, loss_groups, borrowed), frozenset(optional)
     where = tuple(placement or range(num_stages))
     relations = lru_cache(maxsize=None)(lambda op, site: tuple(resolve(op, site, where)))
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_epp.plan.codec import hints_of
 from megatron_epp.plan.document import CODEC, digest_of, document_of, dumps
 from megatron_epp.plan.errors import EppError, PlanError
-from megatron_epp.plan.plan import EXTENSIONS, SCHEMA, VERSION, Plan
+from megatron_epp.plan.plan import EXTENSIONS, SCHEMA, VERSION, VERSION_WITH_BORROWED, Plan
 from megatron_epp.plan.reading import brief, infinite_at, naming_file, parse_json, read_text, whole
 from megatron_epp.plan.writing import write_text
 
@@ -22,7 +22,10 @@ _ON_ONE_LINE = frozenset(
 
 
 def to_json(plan: Plan) -> str:
-    """Return JSON of schema ``megatron-epp/plan``, version 3. Raises `PlanError` if a number is infinite or NaN."""
+    """Return JSON of schema ``megatron-epp/plan``, version 3, or 4 where sequences share prefixes.
+
+    Raises `PlanError` if a number is infinite or NaN.
+    """
     document = document_of(plan)
     head = {"schema": document["schema"], "version": document["version"], "digest": digest_of(document)}
     fields = ",\n".join(f"  {json.dumps(name)}: {_value(name, value)}" for name, value in (head | document).items())
@@ -45,8 +48,9 @@ def from_json(text: str) -> Plan:
         schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise PlanError(f"{_NO_PLAN}: schema is {brief(schema)}, expected {SCHEMA!r}")
     version = document.get("version")
-    if version != VERSION:
-        raise PlanError(f"plan version {brief(version)} cannot be read, only {VERSION}; plan again with `megatron-epp plan`")
+    if version not in (known := (VERSION, VERSION_WITH_BORROWED)):
+        only = " and ".join(map(str, known))
+        raise PlanError(f"plan version {brief(version)} cannot be read, only {only}; plan again with `megatron-epp plan`")
     claimed = document.pop("digest", None)
     try:
         actual = digest_of(document)

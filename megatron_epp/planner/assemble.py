@@ -78,6 +78,7 @@ def written(problem: Problem, costs: Costs, options: Options, decisions: Decisio
         token_multiple=problem.token_multiple,
         forward_only=problem.forward_only,
         loss_groups=joint_losses(decisions.chunks, problem.loss_groups),
+        borrowed=problem.borrowed,
         costs=costs.name,
         planner=options.planner,
         seed=options.seed,

@@ -88,7 +88,7 @@ class _Forced:
     def __init__(self, tables: Tables, chunks: Sequence[Chunk], copies: bool) -> None:
         self.tables, self.groups = tables, slice_groups(chunks)
         before = slice_neighbours(chunks).previous
-        self.is_one = [all(before[c] == c - 1 for c in group[1:]) for group in self.groups]
+        self.is_one = [all(before[c] == (c - 1,) for c in group[1:]) for group in self.groups]
         self.starts = np.array([group.start for group in self.groups])
         self.kept_bytes = np.array(
             [own.activation + (0 if copies else own.forward_alloc - own.forward_free) for own in tables.passes]

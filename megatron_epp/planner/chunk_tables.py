@@ -77,7 +77,7 @@ class ChunkTables:
     def _whole(self) -> Aligned | None:
         problems = self.replicas.problems
         is_within = all(max(chunker.problem.lengths) <= chunker.token_cap for chunker in self.chunkers)
-        if not is_within or len({len(problem.lengths) for problem in problems}) > 1:
+        if not is_within or len({len(problem.lengths) for problem in problems}) > 1 or self.problem.borrowed:
             return None
         tables = tuple(whole_by_length(problem)[0] for problem in problems)
         if len(tables) == 1:

@@ -60,7 +60,8 @@ class MemoryProof:
 
 def one_order_decides(problem: Problem, options: Options) -> bool:
     """Return True if a chunk table that does not fit in the order of `LEAST` fits in no order."""
-    return begins_with_greedy(options.planner) and not options.offload and problem.has_one_stage_per_rank
+    is_simple = problem.has_one_stage_per_rank and not problem.borrowed
+    return begins_with_greedy(options.planner) and not options.offload and is_simple
 
 
 def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
@@ -68,7 +69,9 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
     validate(problem, costs, options)
     if not begins_with_greedy(options.planner):
         return True
-    if not one_order_decides(problem, options) and (problem.forward_only or has_groups(problem.loss_groups)):
+    if not one_order_decides(problem, options) and (
+        problem.forward_only or has_groups(problem.loss_groups) or problem.borrowed
+    ):
         return True
     replicas = Replicas((problem,), costs, options)
     chunk_tables = ChunkTables(replicas)

@@ -162,7 +162,7 @@ def backward_items(
     `layer`, None for their mean. A `split` backward keeps inputs of weight gradients of the head and the layers that it has
     passed.
     """
-    (opened, goes), comes = costs.opened_bytes(stage, work), costs.gradient_bytes(stage, work) * work.last
+    (opened, goes), comes = costs.opened_bytes(stage, work), costs.gradient_bytes(stage, work)
     (caches, cached), inner = costs.caches_of(stage, layer), costs.num_cached_inner(stage)
     of_cache, together, net = (caches * sizes // cached for sizes in (opened, opened + goes, opened + goes - comes))
     peak, activations = costs.layer_peak_bytes(stage, work, mode, layer), costs.layer_bytes(stage, work, mode, layer)
@@ -401,7 +401,7 @@ def passes_of(
         frontier=no_frontier(len(none)),
     )
     if forward_only:
-        passing, closed = costs.transient_bytes(stage, work), costs.cache_bytes(stage, work) * work.last
+        passing, closed = costs.transient_bytes(stage, work), costs.released_bytes(stage, work)
         return replace(passes, forward_alloc=opened + passing, forward_free=closed + passing)
     return replace(
         passes,
@@ -409,7 +409,7 @@ def passes_of(
         weight_us=costs.weight_us(stage, work),
         saved_by_split_us=costs.saved_by_split_us(stage, work),
         activation=costs.activation_bytes(stage, work, NO_RECOMPUTE),
-        backward_residual=costs.gradient_bytes(stage, work) * work.last - goes - opened,
+        backward_residual=costs.gradient_bytes(stage, work) - goes - opened,
         weight_bytes=costs.weight_bytes(stage, work),
         frontier=recompute_frontier(stage, work, costs, modes, in_order),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.cost.model import Costs
-from megatron_epp.features import plan_targets
+from megatron_epp.features import batch_target, plan_targets
 from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.proof.lockstep import check_lockstep
@@ -27,6 +27,8 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, 
     """Plan a batch, or replicas in lockstep, by the search. Raises `InfeasibleError` if nothing fits; there is a plan under the
     cap that the error names, its messages included.
     """
+    if problems[0].borrowed:  # what many sequences read stays on the device
+        options = replace(options, kv_offload=False)
     replicas = Replicas(tuple(problems), costs, options)
     candidates = search(replicas)
     try:
@@ -47,7 +49,13 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, 
 def plan_alone(problem: Problem, costs: Costs, options: Options, names_cap: bool = True) -> Plan:
     """Plan by the search, as `planner.plan` does."""
     validate(problem, costs, options)
-    return plan_or_refuse((problem,), costs, options, names_cap)[0]
+
+    def of(asked: Problem) -> Plan:
+        return plan_or_refuse((asked,), costs, options, names_cap)[0]
+
+    choose = batch_target(problem, "choice")
+    chosen: Plan = of(problem) if choose is None else choose(problem, costs, options, of)
+    return chosen
 
 
 def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:

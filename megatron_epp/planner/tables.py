@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import ChunkWork, TimeColumn, joined_work, work_of
+from megatron_epp.features import batch_target
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
 from megatron_epp.plan.operations import Collective, MessageKind, OperationRows, Track, operation, operations
 from megatron_epp.plan.problem import Problem
@@ -209,7 +210,9 @@ def tabulate(
 
 
 def work_of_table(chunks: Sequence[Chunk], problem: Problem) -> ChunkWork:
-    return work_of(chunks, problem.lengths, problem.token_multiple, problem.trained, problem.spans)
+    batch = problem.lengths, problem.token_multiple, problem.trained, problem.spans
+    make = batch_target(problem, "work")
+    return work_of(chunks, *batch) if make is None else make(chunks, problem.borrowed, *batch)
 
 
 def tabulate_each(

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_epp.features import batch_target
 from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
@@ -46,9 +47,13 @@ class ChunkLayout(NamedTuple):
     view: SliceView | None
     loss_group: tuple[int, ...] = ()
     begun: SliceView | None = None
+    cache: type[SlicedKVCache] = SlicedKVCache
 
 
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
+    if (make := batch_target(plan, "layouts")) is not None:
+        layouts: tuple[ChunkLayout, ...] = make(plan)
+        return layouts
     slices, begun = ([getattr(chunk, name)(plan.lengths) for chunk in plan.chunks] for name in ("slice_of", "begun_of"))
     num_slices = Counter(part.sequence for part in (*slices, *begun) if part is not None)
     room = {part.sequence: part.end for part in begun if part is not None}  # of which no others are in the buffer

@@ -157,8 +157,10 @@ class Executor:
         if hidden is not None and not no_graph:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
-        (table, view, group, begun), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
+        (table, view, group, begun, cache), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
         kv_cache = self.stages[stage].kv_cache
+        if cache is not type(kv_cache):
+            kv_cache = kv_cache.carried(cache)
         context = ChunkContext(chunk, table, kv_cache, view, recompute, no_graph, loss_group=group, begun=begun)
         running = context.kv_cache.running(context.view, False)
         with self.recorder.action(action), running, torch.set_grad_enabled(not no_graph):

@@ -63,7 +63,7 @@ def all_orders(chunks: tuple[Chunk, ...], stages: int) -> Iterator[Order]:
     number = range(len(chunks))
 
     def keeps_slices(order: tuple[int, ...]) -> bool:
-        return all(before[c] is None or order.index(before[c]) < order.index(c) for c in number)
+        return all(order.index(other) < order.index(c) for c in number for other in before[c])
 
     for forwards, backwards in itertools.product(itertools.permutations(number), repeat=2):
         if keeps_slices(forwards) and keeps_slices(backwards[::-1]):

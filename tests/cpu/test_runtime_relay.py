@@ -69,7 +69,7 @@ def backward_orders(draw, chunks):
     order = draw(st.permutations(range(len(chunks))))
     roots = list(range(len(chunks)))
     for c, before in enumerate(slice_neighbours([chunk(*segments) for segments in chunks]).previous):
-        roots[c] = c if before is None else roots[before]
+        roots[c] = roots[before[0]] if before else c
     later_first = {root: [c for c in reversed(range(len(chunks))) if roots[c] == root] for root in roots}
     return [later_first[roots[c]].pop(0) for c in order]
 

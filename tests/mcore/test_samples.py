@@ -67,15 +67,44 @@ def test_slices_have_the_gradients_of_whole_samples_under_megatrons_schedule(num
     assert any(one["logprobs"] for one in found)
 
 
+TREES = [
+    pytest.param(2, {}, id="two stages"),
+    pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
+    pytest.param(4, {"replicas": 2}, id="replicas"),
+    pytest.param(4, {"context_parallel": 2}, id="context parallel"),
+    pytest.param(2, {"plans": {"recompute": 1}}, id="recompute"),
+    pytest.param(2, {"plans": {"offload": True, "memory_cap_gb": 0.00023}}, id="offload"),
+    pytest.param(2, {"plans": {"split_weight_gradient": "on"}}, id="split weight gradients"),
+    pytest.param(2, {"plans": {"share_prefixes": False}}, id="apart"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), TREES)
+def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_samples(num_ranks, layout):
+    found = of_ranks(job(num_ranks, "samples:grpo", prompt=36, **layout))
+    expected = [loss for one in found for loss in one["expected"]]
+    for one in found:
+        assert one["worst"] <= TOLERANCE
+        assert one["losses"] == pytest.approx(3 * [sum(expected) / len(expected)], rel=TOLERANCE)
+        assert max(one["logprobs"], default=0.0) <= TOLERANCE
+    shared = 0 if layout.get("plans", {}).get("share_prefixes") is False else 35
+    assert max(one["shared"] for one in found) == shared  # of the replica that has the two
+
+
 def _scale(layout):
     """Megatron divides what a loss function returns by the number of microbatches, unless losses are per token."""
     return 1 if layout.get("per_token", True) else len(LENGTHS) // layout.get("replicas", 1)
 
 
 BY_REPLICA, SHARED = {"replicas": 2, "per_token": False}, {"tensor_parallel": 2, "sequence_parallel": True}
+PAIRS = [
+    pytest.param(BY_REPLICA, id="replicas"),
+    pytest.param(SHARED, marks=SLOW, id="tensor and sequence"),
+    pytest.param({"prompt": 36}, id="a prompt of two pairs"),
+]
 
 
-@pytest.mark.parametrize("layout", [BY_REPLICA, pytest.param(SHARED, marks=SLOW)], ids=["replicas", "tensor and sequence"])
+@pytest.mark.parametrize("layout", PAIRS)
 def test_preferences_have_the_gradient_that_their_margins_ask_for(layout):
     for one in of_ranks(job(4, "samples:pairs", **layout)):
         assert one["worst"] <= TOLERANCE

@@ -87,12 +87,13 @@ def test_slices_keep_no_keys_and_values_of_their_own_and_recomputed_layers_only_
 
 def test_the_gradient_of_keys_and_values_is_as_long_as_their_sequence_and_as_wide_as_it_is_said_to_be():
     work = work_of(TABLE, LENGTHS)
-    assert COSTS.gradient_bytes(0, work).tolist() == [3 * 16 * 13, 3 * 16 * 13, 0]
+    assert COSTS.gradient_bytes(0, work).tolist() == [0, 3 * 16 * 13, 0]
+    assert [column.tolist() for column in COSTS.opened_bytes(0, work)] == [[3 * 16 * 13, 0, 0]] * 2
     long = work_of((Chunk((Segment(0, 0, 1000),)), Chunk((Segment(0, 1000, 1030),))), (1030,))
-    assert COSTS.gradient_bytes(0, long).tolist() == [3 * 16 * 1030] * 2
+    assert COSTS.gradient_bytes(0, long).tolist() == [0, 3 * 16 * 1030]
     assert (COSTS.cache_bytes(0, long) > COSTS.gradient_bytes(0, long)).all()
     wide = replace(COSTS, stages=(STAGE.changed(LAYER, kv=replace(STAGE.kv, gradient_bytes_per_token=32.0)),))
-    assert wide.gradient_bytes(0, work).tolist() == [3 * 32 * 13, 3 * 32 * 13, 0]
+    assert wide.gradient_bytes(0, work).tolist() == [0, 3 * 32 * 13, 0]
     assert (wide.cache_bytes(0, work) == COSTS.cache_bytes(0, work)).all()
 
 
@@ -105,7 +106,7 @@ def test_the_gradient_is_wider_where_a_sequence_has_more_than_eight_slices():
     wide = replace(
         COSTS, stages=(STAGE.changed(LAYER, kv=replace(STAGE.kv, many_gradient_bytes_per_token=32.0)),), host_us_per_byte=1.0
     )
-    assert wide.gradient_bytes(0, work).tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
+    assert wide.gradient_bytes(0, work).tolist() == [0] * 8 + [3 * 32 * 9, 0, 3 * 16 * 4, 0]
     assert wide.layer_peak_bytes(0, work).gradient[[8, 10]].tolist() == [32 * 9, 16 * 4]
     assert wide.kv_offload_costs(0, work).gradient_bytes.tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
     eight = work_of([*many[:7], Chunk((Segment(0, 7, 9),)), *rest], (9, 4, 5))

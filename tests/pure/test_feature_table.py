@@ -9,7 +9,21 @@ import pytest
 from megatron_epp.features import FEATURES, Feature
 from tests.pure.test_layers import ROOT, modules
 
-KINDS = ("adopt", "built", "head", "run", "orders", "candidates", "search", "fit", "split", "finish")
+KINDS = (
+    "adopt",
+    "built",
+    "head",
+    "run",
+    "orders",
+    "candidates",
+    "search",
+    "fit",
+    "split",
+    "finish",
+    "choice",
+    "work",
+    "layouts",
+)
 TARGETS = [(feature, target) for feature in FEATURES for target in map(feature.__getattribute__, KINDS) if target]
 
 

@@ -43,7 +43,7 @@ def test_chunks_are_batched_split_or_hybrid_and_slices_know_their_neighbours():
     assert [c.kind(lengths) for c in SLICED] == ["split", "hybrid", "batched"]
     assert [c.slice_of(lengths) for c in SLICED[1:]] == [Segment(0, 5, 8), None]
     assert (SLICED[1].num_tokens, SLICED[1].padded_tokens(4)) == (5, 8)
-    assert (links.previous, links.following) == ((None, 0, None), (1, None, None))
+    assert (links.previous, links.following) == (((), (0,), ()), ((1,), (), ()))
 
 
 NEEDS = {

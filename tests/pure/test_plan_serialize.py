@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_epp.contrib.helix.attention_operations import INPUTS
 from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.plan import KVOffload, Op, PlanError, Prediction
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.serialize import from_json, load, save, to_json
 from tests.support.plan import bad_files
@@ -42,6 +43,7 @@ def test_a_plan_reads_back_equal_in_every_field():
         host_cap_bytes=(9, 10),
         message_bytes=(1, 2),
         loss_groups=((0, 2), (1,)),
+        borrowed=(Borrowed(-1, 0), Borrowed(0, 1)),
         messages=replace(
             offload().messages,
             num_bytes=(3, 4, 5),
@@ -175,9 +177,9 @@ def test_a_file_of_this_version_still_loads():
     assert load(GOLDEN / "plan_v3.json") == EXAMPLES["offload"]()
 
 
-@pytest.mark.parametrize("version", [2, 4, None, "3"])
+@pytest.mark.parametrize("version", [2, 5, None, "3"])
 def test_a_file_of_another_version_is_refused_with_how_to_make_it_again(version):
     document = json.loads((GOLDEN / "plan_v3.json").read_text()) | {"version": version}
-    expected = f"plan version {version!r} cannot be read, only 3; plan again with `megatron-epp plan`"
+    expected = f"plan version {version!r} cannot be read, only 3 and 4; plan again with `megatron-epp plan`"
     with pytest.raises(PlanError, match=f"^{re.escape(expected)}$"):
         from_json(json.dumps(document))

@@ -188,8 +188,8 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int, i
     chunks = (Chunk((Segment(0, 0, 25),)), Chunk((Segment(0, 25, 40),)), Chunk((Segment(1, 0, 30),)))
     tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs, RECOMPUTE_MODES)
     work = work_of(chunks, (40, 30))
+    gradient, cache = int(costs.gradient_bytes(0, work)[1]), int(costs.cache_bytes(0, work)[0])
     for c in range(len(chunks)):
-        gradient, cache = int(costs.gradient_bytes(0, work)[c]), int(costs.cache_bytes(0, work)[c])
         comes = [-(gradient + cache), gradient, 0][c]
         for taken, split in itertools.product(range(int(tables.columns.most[c]) + 1), (False, True)):
             recompute = tables.recompute(0, c, taken)

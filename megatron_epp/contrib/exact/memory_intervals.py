@@ -101,12 +101,11 @@ class Memory:
         program, tables = self.program, self.program.tables
         links = slice_neighbours(program.chunks)
         for first in range(len(program.chunks)):
-            if links.previous[first] is not None:
+            if links.previous[first]:
                 continue
-            chain, following = [first], links.following[first]
-            while following is not None:
-                chain.append(following)
-                following = links.following[following]
+            chain = [first]
+            for c in chain:
+                chain += links.following[c]
             passes = tables.passes[stage]
             changes = [(program.spans[Action(Op.F, stage, c)].start, int(passes.forward_alloc[c])) for c in chain]
             changes += [(program.spans[Action(Op.F, stage, c)].end, -int(passes.forward_free[c])) for c in chain]

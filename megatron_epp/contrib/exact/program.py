@@ -199,7 +199,7 @@ class Program:
                     hop = self.clock.ticks(self.tables.hops[stage - 1][c])
                     self.follows(own[Op.F], Action(Op.F, stage - 1, c), hop)
                     self.follows(Action(Op.B, stage - 1, c), own[Op.B], hop)
-                if (previous := links.previous[c]) is not None:
+                for previous in links.previous[c]:
                     self.follows(own[Op.F], Action(Op.F, stage, previous))
                     self.follows(Action(Op.B, stage, previous), own[Op.B])
 

@@ -21,6 +21,7 @@ from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.features import Asked, targets
 from megatron_epp.features.losses.stage_loss import LossStage
+from megatron_epp.features.trees import sharing
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
 from megatron_epp.mcore.iteration.base_run import NOTHING_TRAINS
@@ -61,6 +62,7 @@ class SampleReport:
         means: the loss, and what it logs, by name: sums over the whole batch, divided as its average says.
         divisor: number of tokens or sequences by which they are divided.
         num_chunks: chunks of this replica's plan.
+        num_shared_tokens: tokens of this replica's samples that did not run, since another sample's are the same.
         logprobs: of every sample, the log-probabilities of its labels, ``[tokens - 1]`` in fp32, 0 for those that are not
             trained; empty if they were not wanted.
         values: of every sample, the model's values of all its tokens, ``[tokens]`` in fp32; empty if they were not wanted.
@@ -71,6 +73,7 @@ class SampleReport:
     num_chunks: int
     logprobs: tuple[np.ndarray, ...] = ()
     values: tuple[np.ndarray, ...] = ()
+    num_shared_tokens: int = 0
 
 
 class _Planned(NamedTuple):
@@ -98,9 +101,11 @@ class _Unfinished:
 class SampleSchedule:
     """Function that trains a model on a batch of samples in slices. See `wrap_samples`."""
 
-    def __init__(self, loss: Loss, flags: dict[str, Any], own_inputs: OwnInputs | None = None) -> None:
+    def __init__(
+        self, loss: Loss, flags: dict[str, Any], own_inputs: OwnInputs | None = None, share_prefixes: bool | None = None
+    ) -> None:
         self.loss, self._asks, self._flags = loss, columns_of(loss), flags
-        self._own_inputs, self._of_inputs = own_inputs, OF_TOKENS
+        self._own_inputs, self._of_inputs, self._shares = own_inputs, OF_TOKENS, share_prefixes
         self._run: SlicedRun | None = None
         self._models: list[torch.nn.Module] = []
         self._ahead: dict[tuple[bytes, bool], _Planned] = {}
@@ -213,6 +218,11 @@ class SampleSchedule:
         axes, layers = zip(*from_each_of_job(own), strict=True)
         names = None if self._own_inputs is None else self._own_inputs.names
         self._of_inputs = InputColumns(names, max(axes), routing_of(config, chain.from_iterable(layers)))
+        if self._shares is not False:
+            reason = sharing.obstacle(config, run.args.epp_planner, self._asks, self._of_inputs)
+            if self._shares and reason:
+                raise EppError(f"share_prefixes is for models without {reason}: leave it out")
+            self._shares = not reason
         with run.telling_others(unless=AgreedError):
             run.attach(models, config)
         self._run, self._models = run, models
@@ -237,6 +247,8 @@ class SampleSchedule:
         if (known := self._ahead.pop((digest, forward_only), None)) is not None:
             known.dataset.take_payloads(dataset)
             return known
+        if self._shares:
+            sharing.share(dataset)
         plans, everything = run.plan_source(forward_only, of_batch=True), tuple(range(count))
         batches = PlannedBatches(dataset, [everything], plans, 1, None, run.replica, run.replicas)
         return _Planned(digest, dataset, batches)
@@ -331,7 +343,8 @@ class SampleSchedule:
         pieces = ([of_rank[at] for _, of_rank, _ in of_ranks if at in of_rank] for at in range(count if wants else 0))
         joined = tuple(map(_joined, pieces))
         of_each = ((), joined) if self._asks.has_values else (joined, ())
-        return SampleReport(means, divisor, len(batch.plan.chunks), *of_each)
+        shared = sum(count for _, count in batch.plan.borrowed)
+        return SampleReport(means, divisor, len(batch.plan.chunks), of_each[0], of_each[1], shared)
 
 
 def _gradients(models: Sequence[torch.nn.Module]) -> list[torch.Tensor | None]:
@@ -384,7 +397,9 @@ def _by_sample(batch: GlobalBatch, values_of_chunks: list[tuple[int, torch.Tenso
 
 
 def _joined(of_ranks: Sequence[Sequence[tuple[int, np.ndarray]]]) -> np.ndarray:
-    return np.concatenate([values for _, values in sorted((piece for of in of_ranks for piece in of), key=itemgetter(0))])
+    pieces = sorted((piece for of in of_ranks for piece in of), key=itemgetter(0))
+    borrowed = np.zeros(pieces[0][0], dtype=np.float32)  # tokens of another sample, none of which this one trains
+    return np.concatenate([borrowed, *(values for _, values in pieces)])
 
 
 def wrap_samples(
@@ -393,6 +408,7 @@ def wrap_samples(
     inputs: Callable[[InputChunk], Any] | None = None,
     input_columns: Sequence[str] = (),
     feature_layers: Sequence[int] = (),
+    share_prefixes: bool | None = None,
     **settings: object,
 ) -> SampleSchedule:
     """Return a function that trains a model on samples in slices, with a loss of the caller's.
@@ -407,6 +423,8 @@ def wrap_samples(
         input_columns: names of samples' columns that `inputs` reads, with a row for every token as an input.
         feature_layers: layers of the first stage, from 0, to whose outputs features are added, which `inputs` then returns
             behind the rows: a pair of rows and a list of as many tensors ``[tokens, 1, hidden]``.
+        share_prefixes: run what samples begin with in common once, such as a prompt of several responses. By default where the
+            model allows it; False for every sample by itself.
         settings: flags of training by their names behind ``--epp-``, as ``memory_cap_gb=60``: those of `SETTINGS`.
 
     Raises:
@@ -420,5 +438,6 @@ def wrap_samples(
             )
     own = None if inputs is None else OwnInputs(inputs, tuple(input_columns), tuple(feature_layers))
     if isinstance(loss, str):
-        return SampleSchedule(load_loss(loss), flags, own)
-    return SampleSchedule(NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}"), flags, own)
+        return SampleSchedule(load_loss(loss), flags, own, share_prefixes)
+    checked = NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}")
+    return SampleSchedule(checked, flags, own, share_prefixes)

@@ -146,13 +146,16 @@ def _copies(plan: Plan) -> Iterator[Violation]:
 
 
 def _chains(plan: Plan) -> list[int]:
-    """Return, for every chunk, the chunk that holds the first slice of its long sequence; itself if it holds no slice."""
-    links = slice_neighbours(plan.chunks)
-    first = list(range(len(plan.chunks)))
-    for chunk, before in enumerate(links.previous):
-        if before is None:
-            walk = links.following[chunk]
-            while walk is not None:
-                first[walk] = chunk
-                walk = links.following[walk]
-    return first
+    """Return, for every chunk, the least number of those that it shares keys and values with; its own if there are none."""
+    stands = list(range(len(plan.chunks)))
+
+    def root(chunk: int) -> int:
+        while stands[chunk] != chunk:
+            chunk = stands[chunk]
+        return chunk
+
+    for chunk, before in enumerate(slice_neighbours(plan.chunks, plan.borrowed).previous):
+        for other in before:
+            low, high = sorted((root(chunk), root(other)))
+            stands[high] = low
+    return [root(chunk) for chunk in stands]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_epp.plan.action import Op
+from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.plan.columns import Booleans, Floats, PlanColumns, entries, positions
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.plan import Plan, Prediction
@@ -48,9 +49,14 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
     """Yield violations unless every token is in exactly one chunk, and every chunk has at most one slice, at its beginning, or
     two: the end of a sequence, and at the chunk's end another one's beginning.
 
-    Slices but a sequence's last fill whole multiples of the padding, so that no padding is between two of them.
+    Slices but a sequence's last fill whole multiples of the padding, so that no padding is between two of them. Where sequences
+    share prefixes, every token is in one chunk of the sequence that holds it, behind those before it, and slices are free.
     """
     held: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
+    if faults := [*check_borrowed(plan)]:
+        yield from faults
+        return
+    borrowed = plan.borrowed or (NOTHING_BORROWED,) * len(plan.lengths)
     for c, chunk in enumerate(plan.chunks):
         if not chunk.segments:
             yield fault(f"chunk {c} is empty")
@@ -59,11 +65,14 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
             if not 0 <= sequence < len(plan.lengths):
                 yield fault(f"chunk {c} holds sequence {sequence}; there are {len(plan.lengths)}")
                 continue
-            length = plan.lengths[sequence]
-            if not 0 <= start < end <= length:
-                yield fault(f"chunk {c} holds tokens {start} to {end} of sequence {sequence}, which has {length}")
+            length, first = plan.lengths[sequence], borrowed[sequence].tokens
+            if not first <= start < end <= length:
+                own = f", {first} of them in sequence {borrowed[sequence].sequence}" if first else ""
+                yield fault(f"chunk {c} holds tokens {start} to {end} of sequence {sequence}, which has {length}{own}")
                 continue
             held[sequence].append((start, end, c))
+            if plan.borrowed:
+                continue
             if start > 0 or end < length:
                 slices.append((position, start > 0, end < length))
             if end < length and end % plan.token_multiple:
@@ -76,8 +85,53 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
         elif len(slices) > 1 and slices != [(0, True, False), (len(chunk.segments) - 1, False, True)]:
             reason = "two can run in a chunk if the first segment ends one and the last begins one"
             yield fault(f"chunk {c} holds {len(slices)} slices of longer sequences; {reason}")
+        if plan.borrowed:
+            yield from _not_behind(plan, c)
     for sequence, parts in enumerate(held):
-        yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
+        yield from _coverage(sequence, borrowed[sequence].tokens, plan.lengths[sequence], sorted(parts))
+
+
+def check_borrowed(plan: Plan) -> Iterator[Violation]:
+    """Yield violations unless every sequence that borrows has tokens of its own and borrows from one that holds the last of
+    these tokens, and no sequence borrows from itself, through others or not.
+    """
+    if plan.borrowed and len(plan.borrowed) != len(plan.lengths):
+        yield fault(f"borrowed has {len(plan.borrowed)} entries for {len(plan.lengths)} sequences")
+        return
+    for sequence, (lender, tokens) in enumerate(plan.borrowed):
+        if (lender, tokens) == NOTHING_BORROWED:
+            continue
+        if not 0 <= lender < len(plan.lengths) or lender == sequence:
+            yield fault(f"sequence {sequence} borrows from sequence {lender}; there are {len(plan.lengths)}")
+        elif not plan.borrowed[lender].tokens < tokens <= plan.lengths[lender]:
+            own = f"from {plan.borrowed[lender].tokens} to {plan.lengths[lender]}"
+            yield fault(f"sequence {sequence} borrows {tokens} tokens of sequence {lender}, which holds those {own} itself")
+        elif tokens >= plan.lengths[sequence]:
+            yield fault(f"sequence {sequence} borrows {tokens} of its {plan.lengths[sequence]} tokens; one at least is its own")
+        elif _borrows_from(sequence, lender, plan.borrowed):
+            yield fault(f"sequence {sequence} borrows from itself, through sequence {lender}")
+
+
+def _borrows_from(sequence: int, lender: int, borrowed: Sequence[Borrowed]) -> bool:
+    for _ in borrowed:
+        if lender == sequence:
+            return True
+        if not 0 <= lender < len(borrowed):
+            return False
+        lender = borrowed[lender].sequence
+    return False
+
+
+def _not_behind(plan: Plan, c: int) -> Iterator[Violation]:
+    """Yield violations unless segments of a chunk are behind those in it that have the tokens before theirs."""
+    segments = plan.chunks[c].segments
+    for position, (sequence, start, _) in enumerate(segments):
+        holder = sequence
+        while 0 < start <= plan.borrowed[holder].tokens:
+            holder = plan.borrowed[holder].sequence
+        later = segments[position + 1 :]
+        if start > 0 and any(other == holder and begin < start <= stop for other, begin, stop in later):
+            yield fault(f"chunk {c} holds tokens of sequence {sequence} from {start} on ahead of the one before them")
 
 
 def check_extensions(plan: Plan) -> Iterator[Violation]:
@@ -86,8 +140,10 @@ def check_extensions(plan: Plan) -> Iterator[Violation]:
 
 
 def check_kv_offload(plan: Plan) -> Iterator[Violation]:
-    """Yield violations unless KV offload is of sliced sequences, at most once per stage and sequence."""
-    slices, seen = slices_of(plan), set()
+    """Yield violations unless KV offload is of sliced sequences, at most once per stage and sequence, and of none that share
+    prefixes.
+    """
+    slices, seen = {} if plan.borrowed else slices_of(plan), set()
     for stage, sequence, *sizes in plan.kv_offload:
         name = f"keys and values of sequence {sequence} in host memory of stage {stage}"
         if not 0 <= stage < plan.num_stages:
@@ -101,8 +157,8 @@ def check_kv_offload(plan: Plan) -> Iterator[Violation]:
         seen.add((stage, sequence))
 
 
-def _coverage(sequence: int, length: int, parts: Sequence[tuple[int, int, int]]) -> Iterator[Violation]:
-    done, last = 0, None
+def _coverage(sequence: int, first: int, length: int, parts: Sequence[tuple[int, int, int]]) -> Iterator[Violation]:
+    done, last = first, None
     for start, end, c in parts:
         if start > done:
             yield fault(f"tokens {done} to {start} of sequence {sequence} are in no chunk")

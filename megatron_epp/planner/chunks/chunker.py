@@ -39,8 +39,7 @@ class Chunker:
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:
-        tokens = sum(problem.lengths)
-        pairs = sum(causal_pairs(0, length) for length in problem.lengths)
+        tokens, pairs = _tokens_and_pairs(problem)
         slowest, span_us = slowest_line(problem, costs)
         token_us, pair_us = max(0.0, slowest.per_token_us), max(0.0, slowest.per_pair_us)
         line = LinearTime(0.0, token_us, pair_us, per_read_us=slowest.per_read_us)
@@ -61,7 +60,11 @@ class Chunker:
 
     @property
     def longest_us(self) -> float:
-        return max(self.part_us(q, 0, length) for q, length in enumerate(self.problem.lengths))
+        return max(map(self.own_us, range(len(self.problem.lengths))))
+
+    def own_us(self, sequence: int) -> float:
+        """Time of the tokens that a sequence holds itself."""
+        return self.part_us(sequence, self.problem.first_token(sequence), self.problem.lengths[sequence])
 
     def cut_near(self, sequence: int, begin: int, time_us: float) -> int:
         """Return where a sequence may be cut, or its length, so that its tokens from `begin` on take about so long."""
@@ -104,8 +107,7 @@ def _cuts(length: int, spans: Spans, multiple: int, line: LinearTime, span_us: f
 
 def slowest_line(problem: Problem, costs: Costs) -> tuple[LinearTime, float]:
     """Time of forward and backward on the stage that takes longest for the batch, and of a unit of spans' work there."""
-    tokens, share = sum(problem.lengths), problem.trained_share
-    pairs = sum(causal_pairs(0, length) for length in problem.lengths)
+    share, (tokens, pairs) = problem.trained_share, _tokens_and_pairs(problem)
     lines = [
         costs.line(stage, "forward", share) + (LinearTime() if problem.forward_only else costs.line(stage, "backward", share))
         for stage in range(problem.num_stages)
@@ -118,6 +120,11 @@ def slowest_line(problem: Problem, costs: Costs) -> tuple[LinearTime, float]:
         return pair[0].time_us(tokens, pairs) + (len(problem.lengths) - 1) * pair[0].fixed_us + pair[1] * work
 
     return max(zip(lines, span_us, strict=True), key=whole_us)
+
+
+def _tokens_and_pairs(problem: Problem) -> tuple[int, int]:
+    own = [(problem.first_token(q), length) for q, length in enumerate(problem.lengths)]
+    return sum(end - start for start, end in own), sum(causal_pairs(*each) for each in own)
 
 
 def all_span_work(problem: Problem) -> float:

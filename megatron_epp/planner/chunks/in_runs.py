@@ -21,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan.chunk import Borrowed
+from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, round_up
 from megatron_epp.planner.order import as_slices, stand_in
 
@@ -176,14 +178,27 @@ def _rest(num_chunks: float, shape: Shape, num_ranks: int, *, at_least: int) -> 
 
 
 def falling_times(chunker: Chunker) -> list[Timed]:
-    """Return every sequence, or group of sequences with one loss, the one that takes longest first."""
-    lengths, groups = chunker.problem.lengths, dict[int, list[int]]()
-    times_us = [chunker.part_us(q, 0, length) for q, length in enumerate(lengths)]
-    for q in sorted(range(len(lengths)), key=lambda q: (-times_us[q], q)):
-        groups.setdefault(chunker.problem.loss_groups[q] if chunker.problem.loss_groups else q, []).append(q)
-    return sorted(
-        ((sum(times_us[q] for q in own), tuple(own)) for own in groups.values()), key=lambda each: (-each[0], each[1])
-    )
+    """Return every sequence, group of sequences with one loss, or tree, the one that takes longest first."""
+    problem, groups = chunker.problem, dict[int, list[int]]()
+    times_us = [*map(chunker.own_us, range(len(problem.lengths)))]
+    group_of = {q: number for number, group in enumerate(problem.indivisible) for q in group}
+    for q in sorted(group_of, key=lambda q: (-times_us[q], q)):
+        groups.setdefault(group_of[q], []).append(q)
+    of_groups = ((sum(times_us[q] for q in own), tuple(own)) for own in groups.values())
+    falling = sorted(of_groups, key=lambda each: (-each[0], each[1]))
+    return [(time_us, _depth_first(own, problem.borrowed)) for time_us, own in falling] if problem.borrowed else falling
+
+
+def _depth_first(sequences: Sequence[int], borrowed: Sequence[Borrowed]) -> tuple[int, ...]:
+    """Order sequences so that each comes behind the one it borrows from, those that borrow most of it first."""
+    borrowers: dict[int, list[int]] = {}
+    for q in sequences:
+        borrowers.setdefault(borrowed[q].sequence, []).append(q)
+    waiting, order = borrowers.get(-1, [])[::-1], list[int]()
+    while waiting:
+        order.append(waiting.pop())
+        waiting += sorted(borrowers.get(order[-1], ()), key=lambda q: borrowed[q].tokens)
+    return tuple(order)
 
 
 def _held(falling: Sequence[Timed], num_long: int, runs: Sequence[tuple[float, ...]]) -> list[list[Timed]]:
@@ -212,12 +227,12 @@ def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_
         return []
     chunker = chunker.without_reads(sequences[0], len(shares))
     lengths, cap, multiple = chunker.problem.lengths, chunker.token_cap, chunker.problem.token_multiple
-    unit_us = sum(chunker.part_us(q, 0, lengths[q]) for q in sequences) / sum(shares)
+    unit_us = sum(map(chunker.own_us, sequences)) / sum(shares)
     least = -(-least_tokens // multiple) * multiple
     chunks, parts = list[Chunk](), list[Segment]()
     room_us, room, at = unit_us * shares[0], cap, 0
     for q in sequences:
-        begin = 0
+        begin = chunker.problem.first_token(q)
         while begin < lengths[q]:
             rest_us, end = chunker.part_us(q, begin, lengths[q]), lengths[q]
             is_last, took_us = at >= len(shares) - 1, 0.0
@@ -235,17 +250,17 @@ def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_
                 room -= end - begin
                 begin = end
             if begin < lengths[q] or (not is_last and room_us <= _NEAR_SHARE * unit_us):
-                chunks.append(_chunk_of(parts, lengths))
+                chunks.append(_chunk_of(parts, chunker.problem))
                 parts, room = [], cap
                 if room_us < took_us or not took_us:  # what another chunk at the cap has no use for is the next share's
                     at = min(at + 1, len(shares) - 1)
                     room_us = unit_us * shares[at] + (room_us if took_us else 0.0)
-    return [*chunks, _chunk_of(parts, lengths)] if parts else chunks
+    return [*chunks, _chunk_of(parts, chunker.problem)] if parts else chunks
 
 
-def _chunk_of(parts: Sequence[Segment], lengths: Sequence[int]) -> Chunk:
+def _chunk_of(parts: Sequence[Segment], problem: Problem) -> Chunk:
     """Return a chunk of neighbouring parts; one that goes on comes first if no sequence ends in front of it."""
     *others, last = parts
-    if last.end < lengths[last.sequence] and parts[0].start == 0:
+    if last.end < problem.lengths[last.sequence] and parts[0].start == 0 and not problem.borrowed:
         return Chunk((last, *others))
     return Chunk(tuple(parts))

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_epp.cost import memory as item
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import BoolColumn, ChunkWork, work_of
+from megatron_epp.features import batch_target
 from megatron_epp.plan import Action, Op, Plan, Recompute
 from megatron_epp.plan.memory_breakdown import Items, MemoryBreakdown
 from megatron_epp.plan.operations import Operation, operation, operations
@@ -28,7 +29,8 @@ from megatron_epp.port.packed import PackedPlans
 
 def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
     """Split the bytes of a plan, made with `costs`, into items."""
-    work = work_of(plan.chunks, plan.lengths, plan.token_multiple)
+    make, batch = batch_target(plan, "work"), (plan.lengths, plan.token_multiple)
+    work = work_of(plan.chunks, *batch) if make is None else make(plan.chunks, plan.borrowed, *batch)
     stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
     steps = [step for _, rows in plan.tables for row in rows for step in row]
     known = {kind.op for kind in operations() if kind.rows is None}
@@ -80,8 +82,7 @@ class _Stage:
         self.streamed = _streamed(costs, stage, work, kv_offload)
         work = without_caches(work, kv_offload)
         self.opened, self.gone = (column.tolist() for column in costs.opened_bytes(stage, work))
-        cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
-        self.closed, self.comes = (cache * work.last).tolist(), (gradient * work.last).tolist()
+        self.closed, self.comes = costs.released_bytes(stage, work).tolist(), costs.gradient_bytes(stage, work).tolist()
         self.head: list[int] = costs.head_bytes(stage, work).tolist()
         self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
         steps = {action: step for step in plan.ranks[plan.placement[stage]] for action in step.actions}

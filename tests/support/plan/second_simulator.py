@@ -21,7 +21,10 @@ def waited_for(plan: Plan) -> Iterator[Edge]:
     """Yield all dependencies that actions of a plan may have; either action may not be there."""
     placed = plan.placement
     splits = [(c, s) for c, ch in enumerate(plan.chunks) for s in ch.segments]
-    after = [(c, d) for c, s in splits for d, t in splits if (s.sequence, s.end) == (t.sequence, t.start)]
+    if plan.borrowed:
+        after = [(c, d) for d, t in splits for c in _read_by(plan, *t[:2]) if c != d]
+    else:
+        after = [(c, d) for c, s in splits for d, t in splits if (s.sequence, s.end) == (t.sequence, t.start)]
     chunks, stages = range(len(plan.chunks)), range(plan.num_stages)
     for s in stages:
         for c in chunks:
@@ -37,6 +40,17 @@ def waited_for(plan: Plan) -> Iterator[Edge]:
     for group in plan.loss_groups:
         yield from (((Op.F, stages[-1], c), (Op.B, stages[-1], d), 0) for c in group for d in group)
     yield from _of_shards(plan)
+
+
+def _read_by(plan: Plan, sequence: int, start: int) -> set[int]:
+    """Return every chunk with a token that a segment's queries read ahead of it, token by token."""
+    chunks = set()
+    for token in range(start):
+        holder = sequence
+        while token < plan.borrowed[holder].tokens:
+            holder = plan.borrowed[holder].sequence
+        chunks |= {c for c, ch in enumerate(plan.chunks) for q, a, b in ch.segments if q == holder and a <= token < b}
+    return chunks
 
 
 def _of_shards(plan: Plan) -> Iterator[Edge]:

@@ -7,15 +7,20 @@ from megatron_epp.plan import Copy, KVOffload, Op, Prediction, Recompute, Step
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.proof import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner.result import plan_or_refuse
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
 from tests.support.plan.small_plans import chunk, make_plan
 
 
-def planned(lengths, num_layers, token_multiple=1, forward_only=False, placement=None, **options):
+def planned(lengths, num_layers, token_multiple=1, forward_only=False, placement=None, borrowed=(), **options):
     """Plan a batch for stages of `num_layers` layers, one on each rank if not placed otherwise."""
     shape = ModelShape(num_layers=sum(num_layers), hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
     placement = tuple(range(len(num_layers))) if placement is None else placement
     problem = Problem(tuple(lengths), placement, (UNLIMITED_BYTES,) * (max(placement) + 1), token_multiple, forward_only)
+    if borrowed:  # also where it does not pay
+        return plan_or_refuse(
+            (replace(problem, borrowed=borrowed),), analytic_costs(shape, CPU, num_layers), Options(**options)
+        )[0]
     return planner.plan(problem, analytic_costs(shape, CPU, num_layers), Options(**options))
 
 

@@ -22,7 +22,8 @@ CAP_BYTES = 180_000
 SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
 
 
-def made() -> list[dict[str, Any]]:
+def made(prompt: int = 0) -> list[dict[str, Any]]:
+    """Samples; those of more than `prompt` tokens begin with as many equal ones, which are not trained."""
     random = torch.Generator().manual_seed(4)
     found = []
     for number, length in enumerate(LENGTHS):
@@ -36,6 +37,10 @@ def made() -> list[dict[str, Any]]:
                 "advantages": 1.0 - number / 2,
             }
         )
+    for sample in found if prompt else ():
+        if len(sample["tokens"]) > prompt + 1:
+            sample["tokens"][:prompt] = found[0]["tokens"][:prompt]
+            sample["trained"][:prompt] = 0
     found[3]["trained"] = (torch.arange(LENGTHS[3] + 1) == 2).int()  # one token alone
     return found
 
@@ -67,6 +72,7 @@ def grpo(
     per_token: bool = True,
     part: str | None = None,
     plans: Mapping[str, Any] | None = None,
+    prompt: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
     """Return how far two trainings in slices are from one by Megatron's schedule, and a third by it afterwards. Of the model a
@@ -81,7 +87,7 @@ def grpo(
             freeze(model, part)
     from megatron.core import parallel_state
 
-    samples = made()
+    samples = made(prompt)
     training = DataParallel(loop, samples, partial(whole_step, per_token=per_token))
     chunks = training.chunks
     names = [sorted(chunk.state_dict()) for chunk in chunks]
@@ -111,17 +117,18 @@ def grpo(
         "divisor": reports[0].divisor,
         "ahead": (left, len(schedule._ahead)),
         "chunks": reports[0].num_chunks,
+        "shared": reports[0].num_shared_tokens,
         "splits": sorted(splits),
         "num_gradients": len(expected),
         "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
     }
 
 
-def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[str, Any]:
+def pairs(replicas: int = 1, per_token: bool = True, prompt: int = 0, **settings: Any) -> dict[str, Any]:
     """Return how far the gradient of preferences is from a sum over tokens, weighted by what their pair's margin asks for."""
     loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token, **settings)
     order = (0, 3, 1, 2, 4, 5)
-    samples = [one | {"group": number // 2, "preferred": number % 2} for number, one in zip(order, made(), strict=True)]
+    samples = [one | {"group": number // 2, "preferred": number % 2} for number, one in zip(order, made(prompt), strict=True)]
     training = DataParallel(loop, samples)
     schedule = megatron_epp.wrap_samples(loss=Preference(beta=0.5), **SETTINGS)
     found, report = training.sliced(schedule, wants_logprobs=True)
@@ -135,7 +142,7 @@ def pairs(replicas: int = 1, per_token: bool = True, **settings: Any) -> dict[st
         margins[one["group"]] += score * (1 if one["preferred"] else -1)
     factor = {group: 0.5 / (1 + math.exp(0.5 * margin)) for group, margin in margins.items()}
     weighted = [one | {"weight": factor[one["group"]] * (1 if one["preferred"] else -1)} for one in samples]
-    by_tokens = megatron_epp.wrap_samples(loss=NextToken(Average.SEQUENCES, "weight"), **SETTINGS)
+    by_tokens = megatron_epp.wrap_samples(loss=NextToken(Average.SEQUENCES, "weight"), share_prefixes=False, **SETTINGS)
     expected, _ = training.sliced(by_tokens, weighted)
     loss = sum(math.log1p(math.exp(-0.5 * margin)) for margin in margins.values()) / len(margins)
     by_groups = len(samples) / len(margins)  # what divides the one and the other

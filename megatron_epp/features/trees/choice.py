@@ -1,0 +1,28 @@
+"""Choice between a plan with shared prefixes and one of separate sequences, the faster of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron_epp.cost.model import Costs
+from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan.problem import Options, Problem
+from megatron_epp.planner.chunks.chunker import Chunker
+
+LEAST_SHARE = 0.02
+"""Share of a batch's tokens that must be saved for plans with shared prefixes to be tried. Not measured."""
+
+
+def faster(problem: Problem, costs: Costs, options: Options, plan: Callable[[Problem], Plan]) -> Plan:
+    """Return the faster plan. That of separate sequences is not made where their work takes longer."""
+    separate = replace(problem, borrowed=())
+    if sum(count for _, count in problem.borrowed) < LEAST_SHARE * sum(problem.lengths):
+        return plan(separate)
+    try:
+        shared = plan(problem)
+    except InfeasibleError:
+        return plan(separate)
+    if Chunker.of(separate, costs, options.chunk_tokens).total_us >= shared.predicted.makespan_us:
+        return shared
+    return min(shared, plan(separate), key=lambda each: each.predicted.makespan_us)

@@ -1,0 +1,202 @@
+"""KV cache of sequences that share prefixes: every token's rows once, those of a path put together for each pass.
+
+A segment's forward keeps its rows. Those that read them, later slices of its sequence or of others, get them in front of their
+own. Backward runs readers first: each adds the gradient of all it has read to the accumulators of the segments that have the
+rows, and takes out its own, which is complete because every reader has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_epp.plan import EppError
+from megatron_epp.plan.sizing import sums_in_fp32
+from megatron_epp.runtime.attention.core import compact
+from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
+from megatron_epp.runtime.attention.segments import HeadGroup, KVCacheError, SliceView, Tensors
+
+
+class Node(NamedTuple):
+    """A segment of a tree: tokens ``[start, end)`` of a sequence, which so many other segments read."""
+
+    sequence: int
+    start: int
+    end: int
+    num_readers: int
+
+
+class Piece(NamedTuple):
+    """Tokens of a node up to `stop`, a part of another segment's prefix."""
+
+    node: Node
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.node.start
+
+
+@dataclass(frozen=True, slots=True)
+class TreeView(SliceView):
+    """Window of a chunk on the cache: its segments, each with the pieces of its prefix, from the sequence's first token.
+
+    What is inherited describes the chunk's tokens as one slice that is its sequence's last: all of them are in the cache.
+    """
+
+    parts: tuple[tuple[tuple[Piece, ...], Node], ...] = ()
+
+    @classmethod
+    def of(cls, parts: tuple[tuple[tuple[Piece, ...], Node], ...], most_readers: int) -> TreeView:
+        num_tokens = sum(node.end - node.start for _, node in parts)
+        return cls(parts[0][1].sequence, 0, num_tokens, num_tokens, num_tokens, 1 + most_readers, parts)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of all segments, their prefixes included."""
+        return sum(node.end for _, node in self.parts)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows of a node in one layer, ``[tokens, heads, width]`` each, and the sums of their gradients."""
+
+    rows: Tensors
+    readers: int  # that have not run backward; without backward, forward
+    gradients: Tensors = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in (*self.rows, *self.gradients))
+
+
+@dataclass(slots=True)
+class TreeCache(SlicedKVCache):
+    """Rows of all nodes of one stage for one iteration."""
+
+    _nodes: dict[tuple[Node, HeadGroup], _Rows] = field(default_factory=dict)
+    _is_again: bool = False  # a backward runs, whose recompute appends once more
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(own.num_bytes for own in self._nodes.values())
+
+    def carried[T](self, kind: type[T]) -> T:
+        raise EppError(
+            f"layers that hand on a {kind.__name__} from slice to slice do not run with shared prefixes: turn them off"
+        )
+
+    @contextmanager
+    def _again(self, backward: bool) -> Iterator[None]:
+        before, self._is_again = self._is_again, backward
+        try:
+            yield
+        finally:
+            self._is_again = before
+
+    def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
+        return self._again(backward)
+
+    def parts(self, view: SliceView, heads: int) -> int:
+        return 1
+
+    def append(self, layer: int, view: SliceView, cached: Sequence[Tensor], part: int = 0) -> Tensors:
+        tree, group, at = _tree(view), HeadGroup(layer, part), 0
+        for _, node in tree.parts:
+            here = slice(at, at := at + node.end - node.start)
+            if (node, group) not in self._nodes:
+                self._nodes[node, group] = _Rows(tuple(compact(x[here]) for x in cached), node.num_readers)
+            elif not self._is_again:
+                raise KVCacheError(f"{_where(layer, node)}: attention runs twice in the forward of the tokens at {node.start}")
+        return self._gathered(layer, tree, group, [x[at:] for x in cached])
+
+    def fetch(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
+        tree, group, inside = _tree(view), HeadGroup(layer, part), dict[Node, int]()
+        for pieces, _ in tree.parts:
+            for node, _ in pieces:
+                inside[node] = inside.get(node, 0) + 1
+        for _, node in tree.parts:
+            if left := self._rows_of(layer, node, group).readers - inside.get(node, 0):
+                raise KVCacheError(
+                    f"{_where(layer, node)}: backward of tokens {node.start} to {node.end} is ahead of that of {left} readers"
+                )
+        return self._gathered(layer, tree, group, uncached)
+
+    def take_gradient(
+        self, layer: int, view: SliceView, grads: Sequence[Tensor], part: int = 0, heads: slice | None = None
+    ) -> Tensors:
+        tree, group, at = _tree(view), HeadGroup(layer, part), _tree(view).num_keys
+        rest, complete = tuple(x[at:] for x in grads), list[Tensors]()
+        is_last = heads is None or heads.stop == self._rows_of(layer, tree.parts[0][1], group).rows[0].shape[1]
+        for pieces, node in reversed(tree.parts):  # a segment's readers in this chunk stand behind it
+            at -= node.end
+            row = at
+            for piece in pieces:
+                self._add(layer, tree, piece.node, group, [x[row : row + piece.num_rows] for x in grads], heads)
+                row += piece.num_rows
+                if is_last:
+                    self._nodes[piece.node, group].readers -= 1
+            own = tuple(x[row : at + node.end] for x in grads)
+            if node.num_readers:
+                sums = self._nodes[node, group].gradients
+                own = tuple((total if heads is None else total[:, heads]) + x for total, x in zip(sums, own, strict=True))
+            complete.insert(0, tuple(x.to(grad.dtype) for x, grad in zip(own, grads, strict=True)))
+            if is_last:
+                del self._nodes[node, group]
+        return tuple(torch.cat(each) for each in zip(*complete, rest, strict=True))
+
+    def release(self, layer: int, view: SliceView, part: int = 0) -> None:
+        group = HeadGroup(layer, part)
+        for pieces, node in _tree(view).parts:
+            for piece in pieces:
+                self._nodes[piece.node, group].readers -= 1
+            for own in (*(piece.node for piece in pieces), node):
+                if not self._nodes[own, group].readers:
+                    del self._nodes[own, group]
+
+    def assert_empty(self) -> None:
+        if self._nodes:
+            left = sorted({(group.layer, node.sequence) for node, group in self._nodes})
+            raise KVCacheError(f"caches of (layer, sequence) {left} were never freed")
+
+    def _gathered(self, layer: int, tree: TreeView, group: HeadGroup, rest: Sequence[Tensor]) -> Tensors:
+        """Return what the queries of a chunk attend to: of each segment its prefix and its own rows, then the padding's."""
+        seen = list[Tensors]()
+        for pieces, node in tree.parts:
+            for piece in pieces:
+                seen.append(tuple(x[: piece.num_rows] for x in self._rows_of(layer, piece.node, group).rows))
+            seen.append(self._rows_of(layer, node, group).rows)
+        every = zip(*seen, rest, strict=True)
+        return tuple(parts[0] if len(parts) == 2 and not len(parts[1]) else torch.cat(parts) for parts in every)
+
+    def _add(
+        self, layer: int, view: TreeView, node: Node, group: HeadGroup, grads: Sequence[Tensor], heads: slice | None
+    ) -> None:
+        own = self._rows_of(layer, node, group)
+        if not own.gradients:
+            wide = sums_in_fp32(self.fp32_gradients, view.num_slices)
+            own.gradients = tuple(
+                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if wide else x.dtype) for x in own.rows
+            )
+        for total, x in zip(own.gradients, grads, strict=True):
+            of_heads = total if heads is None else total[:, heads]
+            of_heads[: len(x)] += x
+
+    def _rows_of(self, layer: int, node: Node, group: HeadGroup) -> _Rows:
+        if (own := self._nodes.get((node, group))) is None:
+            raise KVCacheError(f"{_where(layer, node)}: the tokens from {node.start} to {node.end} are not in the cache")
+        return own
+
+
+def _tree(view: SliceView) -> TreeView:
+    assert isinstance(view, TreeView)
+    return view
+
+
+def _where(layer: int, node: Node) -> str:
+    return f"layer {layer}, sequence {node.sequence}"

@@ -1,0 +1,77 @@
+"""Work of chunks whose sequences share prefixes: every segment's keys and values stay from its forward to its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, work_of
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan.chunk import Borrowed, readers_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeWork(ChunkWork):
+    """The work of the chunks of a table. `prefix_tokens` are in front of all of a chunk's segments.
+
+    Attributes:
+        segments: tokens of the segments of each chunk, ``[segment, chunk]``, the padding with the first; 0 where there is none.
+        reader: the last chunk of the table that reads a segment's keys and values, and so the first in backward: its own where
+            no other reads them. Of the same shape.
+        is_read: 1 for segments that others read.
+    """
+
+    segments: IntColumn
+    reader: IntColumn
+    is_read: IntColumn
+
+    @property
+    def gathered_tokens(self) -> IntColumn:
+        return np.asarray(self.prefix_tokens + self.tokens)
+
+    def opened_cache(self, size: Sizes) -> IntColumn:
+        return np.sum([*map(size, self.segments)], axis=0)
+
+    def released_cache(self, size: Sizes) -> IntColumn:
+        return self._at_readers(size, np.ones_like(self.is_read))
+
+    def opened_gradients(self, size: Sizes) -> IntColumn:
+        return self._at_readers(size, self.is_read)
+
+    def closed_gradients(self, size: Sizes) -> IntColumn:
+        return np.sum([*map(size, self.segments * self.is_read)], axis=0)
+
+    def _at_readers(self, size: Sizes, which: IntColumn) -> IntColumn:
+        sizes = np.array([*map(size, self.segments * which)])
+        total = np.zeros(sizes.shape[1], dtype=sizes.dtype)
+        np.add.at(total, self.reader, sizes)
+        return total
+
+
+def work_of_tree(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed], *batch: Any) -> TreeWork:
+    """Derive the work of every chunk; `batch` are the arguments of `cost.work.work_of` behind its chunks."""
+    plain, (readers, last) = work_of(chunks, *batch), readers_of(chunks, borrowed)
+    every, padding = np.ones(len(chunks), dtype=np.bool_), plain.tokens - [chunk.num_tokens for chunk in chunks]
+    nothing = Segment(-1, 0, 0)
+    rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]
+    segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
+    segments[0] += padding
+    columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
+        "sliced": every,
+        "first": every,
+        "last": ~every,
+        "begun": None,
+        "prefix_tokens": np.array([sum(part.start for part in chunk.segments) for chunk in chunks], dtype=np.int64),
+        "cache_tokens": plain.tokens,
+        "num_slices": np.full(len(chunks), 1 + max(readers.values(), default=0)),
+    }
+    return TreeWork(
+        **columns,
+        segments=segments,
+        reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
+        is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
+    )

@@ -1,0 +1,106 @@
+"""Plans of batches whose sequences share prefixes: they are sound, each token in common runs once, and that pays."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
+from megatron_epp.plan.proof import check
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.memory.breakdown import peak_items
+from megatron_epp.planner.result import plan_or_refuse
+from tests.support.plan import second_simulator
+from tests.support.plan.planner_cases import GIB, pipeline, problem
+from tests.support.plan.random_forests import forest
+
+COSTS = pipeline(2, 1)
+
+
+def groups(count, members, prompt, response):
+    """Groups of responses of falling lengths to prompts of one length."""
+    lengths = [prompt + response - 7 * member for _ in range(count) for member in range(members)]
+    first = (count * members) * [NOTHING_BORROWED]
+    for q in range(len(lengths)):
+        if q % members:
+            first[q] = Borrowed(q - q % members, prompt - 1)
+    return tuple(lengths), tuple(first)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from([1, 8]), st.booleans())
+def test_random_forests_have_sound_plans_in_which_each_token_runs_once(seed, multiple, forward_only):
+    rng = random.Random(seed)
+    grown = forest(rng, trees=rng.randint(1, 4), depth=rng.randint(1, 4))
+    options = Options(
+        recompute=rng.choice(["auto", 1]),
+        slices=rng.choice([None, None, 3]),
+        chunk_tokens=rng.choice([None, None, 16]),
+        split_weight=rng.random() < 0.3,
+        offload=rng.random() < 0.3,
+    )
+    asked = problem(grown.lengths, 2, token_multiple=multiple, forward_only=forward_only)
+    (made,) = plan_or_refuse((replace(asked, borrowed=grown.borrowed),), COSTS, options)
+    assert (check(made), second_simulator.faults(made)) == ([], [])
+    assert sum(chunk.num_tokens for chunk in made.chunks) == sum(grown.lengths) - sum(n for _, n in grown.borrowed)
+    assert made.predicted.lower_bound_us <= made.predicted.makespan_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 1, 0)])
+def test_several_stages_per_rank_run_forests_too(placement):
+    lengths, borrowed = groups(4, 4, 2000, 1000)
+    asked = replace(problem(lengths, 2), placement=placement, borrowed=borrowed)
+    assert check(plan(asked, pipeline(4, 1))) == []
+
+
+def test_groups_with_one_prompt_take_less_time_and_memory_than_their_sequences():
+    lengths, borrowed = groups(4, 8, 4000, 1000)
+    asked = problem(lengths, 2)
+    alone, shared = plan(asked, COSTS), plan(replace(asked, borrowed=borrowed), COSTS)
+    assert alone.predicted.makespan_us > 2.5 * shared.predicted.makespan_us
+
+
+def test_a_batch_runs_apart_where_that_is_faster_or_hardly_anything_is_shared():
+    lengths, borrowed = groups(2, 4, 40, 4000)
+    asked = problem(lengths, 2)
+    assert plan(replace(asked, borrowed=borrowed), COSTS) == plan(asked, COSTS)
+    lengths, borrowed = groups(2, 4, 200, 4000)
+    made = plan(replace(asked, lengths=lengths, borrowed=borrowed), COSTS)
+    assert made.predicted.makespan_us <= plan(replace(asked, lengths=lengths), COSTS).predicted.makespan_us
+
+
+def test_without_shared_prefixes_the_plan_is_the_one_of_a_batch_that_says_nothing_of_them():
+    lengths, _ = groups(2, 4, 4000, 1000)
+    asked = problem(lengths, 2)
+    assert plan(replace(asked, borrowed=()), COSTS) == plan(asked, COSTS)
+
+
+def test_a_cap_that_is_named_has_a_plan_and_what_a_rank_holds_is_said_by_item():
+    lengths, borrowed = groups(2, 4, 30000, 2000)
+    asked = replace(problem(lengths, 2, 1 * GIB), borrowed=borrowed)
+    with pytest.raises(InfeasibleError) as refusal:
+        plan(asked, COSTS)
+    made = plan(replace(asked, cap_bytes=(refusal.value.least_cap_bytes,) * 2), COSTS)
+    assert check(made) == []
+    assert sum(peak_items(made, COSTS).values()) == max(made.predicted.peak_bytes)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_under_tight_caps_forests_recompute_and_copy_but_keep_keys_and_values_on_the_device(offload):
+    lengths, borrowed = groups(2, 4, 30000, 2000)
+    asked = replace(problem(lengths, 2), borrowed=borrowed)
+    costs = replace(COSTS, offloadable_share=0.9, host_us_per_byte=1e-5)
+    static, peak = max(map(costs.static_bytes, range(2))), max(plan(asked, costs).predicted.peak_bytes)
+    made = plan(replace(asked, cap_bytes=((peak + static) // 2,) * 2), costs, Options(offload=offload))
+    assert (check(made), made.kv_offload) == ([], ())
+    assert any(made.copies) if offload else any(sum(each) for row in made.recompute for each in row)
+
+
+def test_a_part_of_a_batch_keeps_what_its_sequences_borrow():
+    lengths, borrowed = groups(2, 2, 100, 50)
+    asked = replace(problem(lengths, 2), borrowed=borrowed)
+    assert asked.indivisible == ((0, 1), (2, 3))
+    assert asked.part((2, 3)).borrowed == (NOTHING_BORROWED, Borrowed(0, 99))
