@@ -51,34 +51,25 @@ CODEC = Codec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCosts:
-    """Costs that a block takes over unchanged from a profile's part of a model.
+    """Costs that a block takes over unchanged from a profile's part of a model."""
 
-    Attributes:
-        forward: one forward; recomputing a layer in full costs the same.
-        backward: one backward, weight gradient included, recompute not.
-        weight: the weight gradient, a part of `backward`: if W is a separate action, B takes the rest.
-        exchange: the part of a layer's forward, and of its backward, in which tensor-parallel ranks exchange activations.
-            Another action in the same step can compute meanwhile.
-        recompute: a layer in each mode whose costs are known, except a layer that recomputes in full.
-        bytes_per_token: kept from forward to backward, K and V included.
-        attended_bytes_per_token: held when its attention's backward has made the gradient of K and V; None assumes all bytes.
-        apart_bytes_per_token, apart_attended_bytes_per_token: peak during a backward with split weight gradient, which keeps
-            what that needs, and `attended_bytes_per_token` of such a backward; None if unknown.
-        weight_bytes_per_token: needed by its W after its B: inputs and output gradients of the linear layers.
-        workspace_bytes: held only while a pass runs, independent of its tokens: logits of a block of the loss.
-    """
-
-    forward: LinearTime = NO_TIME
-    backward: LinearTime = NO_TIME
-    weight: LinearTime = NO_TIME
+    forward: LinearTime = NO_TIME  # one forward; recomputing a layer in full costs the same
+    backward: LinearTime = NO_TIME  # one backward, weight gradient included, recompute not
+    weight: LinearTime = NO_TIME  # the weight gradient, a part of `backward`: if W is a separate action, B takes the rest
+    # The part of a layer's forward, and of its backward, in which tensor-parallel ranks exchange activations. Another action in
+    # the same step can compute meanwhile.
     exchange: LinearTime = NO_TIME
+    # A layer in each mode whose costs are known, except a layer that recomputes in full
     recompute: dict[str, ModeCosts] = field(default_factory=dict, hash=False)
-    bytes_per_token: float = 0.0
+    bytes_per_token: float = 0.0  # kept from forward to backward, K and V included
+    # Held when its attention's backward has made the gradient of K and V; None assumes all bytes
     attended_bytes_per_token: float | None = None
+    # apart_bytes_per_token, apart_attended_bytes_per_token: peak during a backward with split weight gradient, which keeps what
+    # that needs, and `attended_bytes_per_token` of such a backward; None if unknown
     apart_bytes_per_token: float | None = None
     apart_attended_bytes_per_token: float | None = None
-    weight_bytes_per_token: float = 0.0
-    workspace_bytes: int = 0
+    weight_bytes_per_token: float = 0.0  # needed by its W after its B: inputs and output gradients of the linear layers
+    workspace_bytes: int = 0  # held only while a pass runs, independent of its tokens: logits of a block of the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,33 +78,25 @@ class BlockCosts(PartCosts):
 
     A subclass with a kind of its own is a block that the planner has not seen before: its times count with the stage's, what it
     keeps with the stage's activations. Its methods return columns ``[chunk]``, without the fragmentation share.
-
-    Attributes:
-        kind: one of `KINDS`, or a name of a subclass.
-        count: number of them; only layers can be none, and only layers recompute. Layers of multi-token prediction have times
-            and bytes of all of them, but for `kv`.
-        full_bytes_per_token: peak in the backward of a layer that keeps everything or recomputes in full; None:
-            `bytes_per_token`.
-        input_bytes_per_token: of its input, which a layer that recomputes in full keeps.
-        working_bytes_per_token: held only while it runs: gradients, workspace of kernels. 0 if memory of passes is not counted.
-        kv: keys and values that one caches; None without attention.
-        cached_share: share of the layers that cache any, where others have a window or a state instead.
-        state_bytes: handed on to the next slice alone, and held from a slice's forward to its backward: the state, and from the
-            next slice's backward on its gradient.
-        state_tokens: tokens of a sequence from which on the state has these bytes, as of a window; fewer have a part of them.
-        tail_bytes: that a layer keeps besides in a slice which is not the first, such as rows of the slice before.
     """
 
-    kind: str
+    kind: str  # one of `KINDS`, or a name of a subclass
+    # Number of them; only layers can be none, and only layers recompute. Layers of multi-token prediction have times and bytes
+    # of all of them, but for `kv`.
     count: int = 1
+    # Peak in the backward of a layer that keeps everything or recomputes in full; None: `bytes_per_token`
     full_bytes_per_token: float | None = None
-    input_bytes_per_token: float = 0.0
+    input_bytes_per_token: float = 0.0  # of its input, which a layer that recomputes in full keeps
+    # Held only while it runs: gradients, workspace of kernels. 0 if memory of passes is not counted.
     working_bytes_per_token: float = 0.0
-    kv: KVBytes | None = None
-    cached_share: float = 1.0
+    kv: KVBytes | None = None  # keys and values that one caches; None without attention
+    cached_share: float = 1.0  # share of the layers that cache any, where others have a window or a state instead
+    # Handed on to the next slice alone, and held from a slice's forward to its backward: the state, and from the next slice's
+    # backward on its gradient
     state_bytes: float = 0.0
+    # Tokens of a sequence from which on the state has these bytes, as of a window; fewer have a part of them
     state_tokens: int = 0
-    tail_bytes: float = 0.0
+    tail_bytes: float = 0.0  # that a layer keeps besides in a slice which is not the first, such as rows of the slice before
 
     @property
     def group(self) -> int:

@@ -11,19 +11,15 @@ from megatron_epp.plan import EppError, Remedy
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """Rows that a recipe needs, and the bytes of its casts, scales included.
+    """Rows that a recipe needs, and the bytes of its casts, scales included."""
 
-    Attributes:
-        rows: multiple of rows that a rank's part of a tensor needs. Of recipes with blocks it is a block's length, as
-            Transformer Engine asks where sequence-parallel ranks gather casts: in weight gradients blocks lie along tokens, and
-            with such cuts they are those of the whole sequence.
-        weight_bytes: of a weight by rows and by columns, which stay for an iteration. (On Blackwell one tensorwise copy does.)
-        input_bytes: of a value of a linear layer's input from forward to backward, of which it keeps one of the two.
-    """
-
+    # Multiple of rows that a rank's part of a tensor needs. Of recipes with blocks it is a block's length, as Transformer
+    # Engine asks where sequence-parallel ranks gather casts: in weight gradients blocks lie along tokens, and with such cuts
+    # they are those of the whole sequence.
     rows: int
+    # Of a weight by rows and by columns, which stay for an iteration. (On Blackwell one tensorwise copy does.)
     weight_bytes: float
-    input_bytes: float
+    input_bytes: float  # of a value of a linear layer's input from forward to backward, of which it keeps one of the two
 
 
 RECIPES = {

@@ -21,22 +21,15 @@ from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, all_at_once, size_clas
 
 @dataclass(frozen=True, slots=True)
 class KVBytes:
-    """Keys and values of one layer that caches them, or latents of which attention makes them.
+    """Keys and values of one layer that caches them, or latents of which attention makes them."""
 
-    Attributes:
-        bytes_per_token: of both, or of the latents.
-        gradient_bytes_per_token: of their gradient while it is accumulated; None if it takes as much.
-        many_gradient_bytes_per_token: for sequences with more slices than `sizing.MOST_ROUNDED_SLICES`; None for the same.
-        heads: of keys and values that a rank has inside attention; 1 if unknown.
-        queries_per_key: query heads that share one of them.
-        expanded_bytes_per_token: of keys and values that attention makes of latents, in `expanded_heads` of a rank; else 0.
-    """
-
-    bytes_per_token: float
-    gradient_bytes_per_token: float | None = None
+    bytes_per_token: float  # of both, or of the latents
+    gradient_bytes_per_token: float | None = None  # of their gradient while it is accumulated; None if it takes as much
+    # For sequences with more slices than `sizing.MOST_ROUNDED_SLICES`; None for the same
     many_gradient_bytes_per_token: float | None = None
-    heads: int = 1
-    queries_per_key: int = 1
+    heads: int = 1  # of keys and values that a rank has inside attention; 1 if unknown
+    queries_per_key: int = 1  # query heads that share one of them
+    # Of keys and values that attention makes of latents, in `expanded_heads` of a rank; else 0
     expanded_bytes_per_token: float = 0.0
     expanded_heads: int = 0
 
@@ -87,19 +80,16 @@ NO_KV = KVBytes(bytes_per_token=0.0)
 
 @dataclass(frozen=True, slots=True)
 class KVOffloadCosts:
-    """Time and memory of KV offload on one stage, as columns ``[chunk]``; 0 for chunks without a slice.
+    """Time and memory of KV offload on one stage, as columns ``[chunk]``; 0 for chunks without a slice."""
 
-    Attributes:
-        forward_us, backward_us, again_us: time added to a pass, and to each layer that recomputes attention.
-        forward_bytes, backward_bytes: device memory while a pass runs, in place of the caches.
-        cache_bytes, gradient_bytes: host memory of the whole sequence.
-    """
-
+    # forward_us, backward_us, again_us: time added to a pass, and to each layer that recomputes attention
     forward_us: TimeColumn
     backward_us: TimeColumn
     again_us: TimeColumn
+    # forward_bytes, backward_bytes: device memory while a pass runs, in place of the caches
     forward_bytes: IntColumn
     backward_bytes: IntColumn
+    # cache_bytes, gradient_bytes: host memory of the whole sequence
     cache_bytes: IntColumn
     gradient_bytes: IntColumn
 

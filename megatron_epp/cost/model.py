@@ -36,36 +36,27 @@ class PipelineCosts:
     microseconds and sizes in bytes as columns ``[chunk]``, all sizes with the fragmentation share, except static ones. Times of
     recompute are linear in the number of layers of each mode, and bytes where layers are alike; a mode whose costs are unknown
     raises `EppError`. A model of another form is a subclass.
-
-    Attributes:
-        name: of the profile; the plan records it.
-        hidden_bytes_per_token: bytes that a message carries per padded token.
-        message_bytes_per_token: device memory of a message per padded token; 0 if messages in flight are not counted.
-        message_latency_us, host_latency_us: fixed time of a message, and of a copy between device and host, either way.
-        host_us_per_byte: infinite if nothing can be offloaded.
-        host_turns: consecutive pipeline ranks that share a link to the host and take turns on it (`hardware.divide`).
-        offloadable_share: largest share of a chunk's activation bytes that may be offloaded.
-        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks.
-        vocabulary: shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it.
-        context_exchange_us: time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up
-            to all of them, in a forward, and again in a backward; empty if unknown.
-        exchange_bytes_per_token: of the buffer by which ranks that share experts exchange a chunk. It stays as large as the
-            largest chunk of all these ranks needs; 0 where its size does not follow from chunks.
     """
 
-    name: str
+    name: str  # of the profile; the plan records it
     stages: tuple[StageCosts, ...]
-    hidden_bytes_per_token: float
+    hidden_bytes_per_token: float  # bytes that a message carries per padded token
+    # message_latency_us, host_latency_us: fixed time of a message, and of a copy between device and host, either way
     message_latency_us: float = 0.0
     message_us_per_byte: float = 0.0
     host_latency_us: float = 0.0
-    host_us_per_byte: float = math.inf
-    host_turns: int = 1
-    offloadable_share: float = 1.0
-    fragmentation_share: float = 0.0
-    message_bytes_per_token: float = 0.0
+    host_us_per_byte: float = math.inf  # infinite if nothing can be offloaded
+    host_turns: int = 1  # consecutive pipeline ranks that share a link to the host and take turns on it (`hardware.divide`)
+    offloadable_share: float = 1.0  # largest share of a chunk's activation bytes that may be offloaded
+    fragmentation_share: float = 0.0  # share of the bytes held by chunks that an allocator loses between its blocks
+    message_bytes_per_token: float = 0.0  # device memory of a message per padded token; 0 if messages in flight are not counted
+    # Shards of the output layer, one on each pipeline rank; None if the last stage has the whole of it
     vocabulary: VocabularyShards | None = None
+    # Time that exchanging a token in one layer takes a group of 1, 2, 4, ... context-parallel ranks, up to all of them, in a
+    # forward, and again in a backward; empty if unknown.
     context_exchange_us: tuple[float, ...] = ()
+    # Of the buffer by which ranks that share experts exchange a chunk. It stays as large as the largest chunk of all these
+    # ranks needs; 0 where its size does not follow from chunks.
     exchange_bytes_per_token: float = 0.0
 
     @property

@@ -54,29 +54,19 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerBytes:
-    """Bytes that a training holds of a parameter on the device, and how ranks share the states of the optimizer.
+    """Bytes that a training holds of a parameter on the device, and how ranks share the states of the optimizer."""
 
-    Attributes:
-        weight: as the model computes with it, on every rank.
-        gradient: in the buffer in which gradients are accumulated, on every rank.
-        state: the optimizer's copy of the weight and its moments.
-        matrix_state: the same for a matrix of a layer, which Muon treats differently.
-        sharing: what a rank has of the states that `holders` share. elements: an equal part of all (Megatron's distributed
-            optimizer); matrices: whole matrices of layers, and an equal part of the others (its layer-wise one); parameters:
-            whole matrices and whole others (its layer-wise one without a layout of its buffers); none: all.
-        holders: ranks that hold the same weights: data-parallel replicas times context-parallel ranks.
-        expert_holders: ranks that hold the same experts.
-        trained_share: share of the parameters that train, which alone have gradients and states.
-    """
-
-    weight: float
-    gradient: float
-    state: float
-    matrix_state: float
+    weight: float  # as the model computes with it, on every rank
+    gradient: float  # in the buffer in which gradients are accumulated, on every rank
+    state: float  # the optimizer's copy of the weight and its moments
+    matrix_state: float  # the same for a matrix of a layer, which Muon treats differently
+    # What a rank has of the states that `holders` share. elements: an equal part of all (Megatron's distributed optimizer);
+    # matrices: whole matrices of layers, and an equal part of the others (its layer-wise one); parameters: whole matrices and
+    # whole others (its layer-wise one without a layout of its buffers); none: all.
     sharing: Sharing
-    holders: int
-    expert_holders: int
-    trained_share: float = 1.0
+    holders: int  # ranks that hold the same weights: data-parallel replicas times context-parallel ranks
+    expert_holders: int  # ranks that hold the same experts
+    trained_share: float = 1.0  # share of the parameters that train, which alone have gradients and states
 
     @staticmethod
     def of_flags(flags: Mapping[str, Any], weight_bytes: float | None = None) -> OptimizerBytes:

@@ -16,22 +16,16 @@ PASS_US = 50.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardBytes:
-    """Bytes that the shards of an output layer hold of a chunk (`features.vocabulary.shards`).
+    """Bytes that the shards of an output layer hold of a chunk (`features.vocabulary.shards`)."""
 
-    Attributes:
-        kept_bytes_per_token: from `S` to `T`, for the whole vocabulary: exponentials in the weights' type; 0 if `T` recomputes.
-        input_bytes_per_token: from `S` to `T`, on each shard: the broadcast input, gathered over tensor-parallel ranks, and in
-            fp32 its part of the input's gradient.
-        passing_bytes_per_token: only while `S` runs, for the whole vocabulary: fp32 exponentials.
-        workspace_bytes: only while `S` or `T` runs, whatever its tokens, for the whole vocabulary: a block's logits.
-        gradient_workspace_bytes: only while `T` runs: the weight gradient, summed over blocks.
-    """
-
+    # From `S` to `T`, for the whole vocabulary: exponentials in the weights' type; 0 if `T` recomputes
     kept_bytes_per_token: float = 0.0
+    # From `S` to `T`, on each shard: the broadcast input, gathered over tensor-parallel ranks, and in fp32 its part of the
+    # input's gradient
     input_bytes_per_token: float = 0.0
-    passing_bytes_per_token: float = 0.0
-    workspace_bytes: float = 0.0
-    gradient_workspace_bytes: float = 0.0
+    passing_bytes_per_token: float = 0.0  # only while `S` runs, for the whole vocabulary: fp32 exponentials
+    workspace_bytes: float = 0.0  # only while `S` or `T` runs, whatever its tokens, for the whole vocabulary: a block's logits
+    gradient_workspace_bytes: float = 0.0  # only while `T` runs: the weight gradient, summed over blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,19 +48,15 @@ def pairs_per_token(lengths: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LinearTime:
-    """Time of one pass: ``max(launch_us, fixed_us + per_token_us * tokens + per_pair_us * pairs + per_read_us * reads)``.
-
-    Attributes:
-        launch_us: time in which the host launches the pass's kernels, which the device cannot be ahead of; 0 where the host is
-            the device, or where it is unknown.
-        per_read_us: for a token ahead of a slice, of which attention makes keys and values (latents).
-    """
+    """Time of one pass: ``max(launch_us, fixed_us + per_token_us * tokens + per_pair_us * pairs + per_read_us * reads)``."""
 
     fixed_us: float = 0.0
     per_token_us: float = 0.0
     per_pair_us: float = 0.0
+    # Time in which the host launches the pass's kernels, which the device cannot be ahead of; 0 where the host is the device,
+    # or where it is unknown
     launch_us: float = 0.0
-    per_read_us: float = 0.0
+    per_read_us: float = 0.0  # for a token ahead of a slice, of which attention makes keys and values (latents)
 
     @overload
     def time_us(self, tokens: float, pairs: float, reads: float = 0) -> float: ...
@@ -116,33 +112,25 @@ class ModeCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkWork:
-    """The work of the chunks of a table, as columns with one entry per chunk.
+    """The work of the chunks of a table, as columns with one entry per chunk."""
 
-    Attributes:
-        tokens: after padding.
-        pairs: causal query-key pairs; padding attends to nothing.
-        sliced: the chunk holds a slice of a longer sequence (split and hybrid chunks).
-        first, last: it holds the first slice, whose forward allocates the sequence's keys and values, or the last, whose
-            backward allocates their gradient.
-        prefix_tokens: of that sequence, ahead of the slice; `num_slices` likewise. Both are zero without a slice.
-        cache_tokens: of its key and value cache: all padded tokens of its chunks, including the short sequences in the same
-            chunk as the last slice. Zero without a slice, or if the cache is offloaded.
-        begun: `first`, `cache_tokens` and `num_slices` of a sequence that begins behind the slice's and goes on, whose keys and
-            values are copied to a cache of their own; None without any.
-        trained: tokens that count in the loss, which alone pass the output layer; None for all.
-        span_work, span_kept: of the spans that a chunk holds (`TokenSpan`); None without any.
-    """
-
-    tokens: IntColumn
-    pairs: IntColumn
-    sliced: BoolColumn
+    tokens: IntColumn  # after padding
+    pairs: IntColumn  # causal query-key pairs; padding attends to nothing
+    sliced: BoolColumn  # the chunk holds a slice of a longer sequence (split and hybrid chunks)
+    # first, last: it holds the first slice, whose forward allocates the sequence's keys and values, or the last, whose backward
+    # allocates their gradient
     first: BoolColumn
     last: BoolColumn
-    prefix_tokens: IntColumn
+    prefix_tokens: IntColumn  # of that sequence, ahead of the slice; `num_slices` likewise. Both are zero without a slice.
+    # Of its key and value cache: all padded tokens of its chunks, including the short sequences in the same chunk as the last
+    # slice. Zero without a slice, or if the cache is offloaded.
     cache_tokens: IntColumn
     num_slices: IntColumn
+    # `first`, `cache_tokens` and `num_slices` of a sequence that begins behind the slice's and goes on, whose keys and values
+    # are copied to a cache of their own; None without any
     begun: ChunkWork | None = None
-    trained: TimeColumn | None = None
+    trained: TimeColumn | None = None  # tokens that count in the loss, which alone pass the output layer; None for all
+    # span_work, span_kept: of the spans that a chunk holds (`TokenSpan`); None without any
     span_work: TimeColumn | None = None
     span_kept: TimeColumn | None = None
 

@@ -33,44 +33,31 @@ def _never(*asked: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A row, of what a run can do, of what the planner can, or of both. Targets are ``module:function``.
-
-    Attributes:
-        gain: a figure with its command or page, or the models that need the feature.
-        wanted: reads what a user asked of a run, and imports nothing of the feature; `planned` what a planner is asked.
-        adopt: from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it.
-        built: from all model chunks that another program has built for a rank, and flags, of which it settles what is left
-            open; changes the chunks. A collective call of all ranks.
-        head: from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made.
-        orders: from a problem to the orders that a search tries (`planner.settings.Orders`).
-        candidates: candidates (`planner.candidates`) with copies, if a recipe has some.
-        search: walks on behind a search, from its candidates, its best and the fastest free of caps.
-        split: splits weight gradients off an order (`planner.orders.completion.Splitting`).
-        finish: from candidates and the best of them to one no slower; not where replicas run in lockstep.
-        fit: from an order, the same with whole backwards, tables and a problem to copies under the caps, or None.
-        batched: reads a plan or a planner's problem. Of those, `choice` is from a problem to the plan that runs, `work` is of
-            chunks (`cost.work.work_of`), and `layouts` from a plan to those of its chunks (`runtime.context.chunk_layouts`).
-        run: from a run whose ranks are connected to its `RunFeature`, or None where this model needs none.
-    """
+    """A row, of what a run can do, of what the planner can, or of both. Targets are ``module:function``."""
 
     name: str
-    gain: str
+    gain: str  # a figure with its command or page, or the models that need the feature
+    # Reads what a user asked of a run, and imports nothing of the feature; `planned` what a planner is asked
     wanted: Callable[[Asked], bool] = _never
     planned: Callable[[Problem, Options], bool] = _never
-    adopt: str = ""
+    adopt: str = ""  # from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it
+    # From all model chunks that another program has built for a rank, and flags, of which it settles what is left open; changes
+    # the chunks. A collective call of all ranks.
     built: str = ""
+    # Reads a plan or a planner's problem. Of those, `choice` is from a problem to the plan that runs, `work` is of chunks
+    # (`cost.work.work_of`), and `layouts` from a plan to those of its chunks (`runtime.context.chunk_layouts`).
     batched: Callable[[Plan | Problem], bool] = _never
     choice: str = ""
     work: str = ""
     layouts: str = ""
-    head: str = ""
-    run: str = ""
-    orders: str = ""
-    candidates: str = ""
-    search: str = ""
-    fit: str = ""
-    split: str = ""
-    finish: str = ""
+    head: str = ""  # from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made
+    run: str = ""  # from a run whose ranks are connected to its `RunFeature`, or None where this model needs none
+    orders: str = ""  # from a problem to the orders that a search tries (`planner.settings.Orders`)
+    candidates: str = ""  # candidates (`planner.candidates`) with copies, if a recipe has some
+    search: str = ""  # walks on behind a search, from its candidates, its best and the fastest free of caps
+    fit: str = ""  # from an order, the same with whole backwards, tables and a problem to copies under the caps, or None
+    split: str = ""  # splits weight gradients off an order (`planner.orders.completion.Splitting`)
+    finish: str = ""  # from candidates and the best of them to one no slower; not where replicas run in lockstep
 
 
 def _joins(args: Namespace) -> bool:

@@ -136,19 +136,12 @@ def _refuse_no_model(args: argparse.Namespace) -> None:
 
 
 class Fit(NamedTuple):
-    """Result of comparing one of Megatron's functions with what our code expects.
+    """Result of comparing one of Megatron's functions with what our code expects."""
 
-    Attributes:
-        target: name of the function, as in `patching.Patch`.
-        fits: True if the function can be patched, or is the tested code.
-        what: short description: the purpose of the patch, or the problem.
-        needed: True if training with `--epp` refuses to start where the function does not fit.
-    """
-
-    target: str
-    fits: bool
-    what: str
-    needed: bool
+    target: str  # name of the function, as in `patching.Patch`
+    fits: bool  # True if the function can be patched, or is the tested code
+    what: str  # short description: the purpose of the patch, or the problem
+    needed: bool  # True if training with `--epp` refuses to start where the function does not fit
 
 
 def fits() -> list[Fit]:

@@ -33,21 +33,15 @@ MOST_AGAIN = 16
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Decisions that follow from a recipe, with the chunks of all replicas. Where none fit, a rank lacks `missing_bytes`.
-
-    Attributes:
-        makespan_us: of the slowest replica; infinite where it does not fit.
-        bound_us: that no order of the chunks beats.
-        whole_backwards: the decisions with whole backwards, and without the vocabulary's shards.
-    """
+    """Decisions that follow from a recipe, with the chunks of all replicas. Where none fit, a rank lacks `missing_bytes`."""
 
     recipe: Recipe
     table: Aligned
     missing_bytes: int
-    makespan_us: float
-    bound_us: float
+    makespan_us: float  # of the slowest replica; infinite where it does not fit
+    bound_us: float  # that no order of the chunks beats
     decisions: tuple[Decisions, ...] = ()
-    whole_backwards: tuple[Decisions, ...] = ()
+    whole_backwards: tuple[Decisions, ...] = ()  # the decisions with whole backwards, and without the vocabulary's shards
 
     @property
     def key(self) -> tuple[int, float]:

@@ -20,28 +20,21 @@ from megatron_epp.planner.tables import Tables, tabulate
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """All a planner decides. A planner with decisions of another kind returns a subclass that says what they mean.
-
-    Attributes:
-        recompute_steps: ``[stage][chunk]``, on the frontiers of `modes`, the available recompute modes.
-        token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
-        copies: offloads and loads of every rank, in order; empty where there are none.
-        offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
-        kv_offload: stages and sequences whose keys and values are in host memory.
-        kv_sharing: one of `SHARINGS`: factor by which the link is slower for these, where activations are copied too.
-        extensions: parts of the plan that other packages define.
-    """
+    """All a planner decides. A planner with decisions of another kind returns a subclass that says what they mean."""
 
     chunks: tuple[Chunk, ...]
     order: Order
-    recompute_steps: RecomputeSteps
+    recompute_steps: RecomputeSteps  # ``[stage][chunk]``, on the frontiers of `modes`, the available recompute modes
     modes: tuple[str, ...] = FULL_ONLY
+    # Chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
     token_multiple: int | None = None
-    copies: CopyOrder = ()
+    copies: CopyOrder = ()  # offloads and loads of every rank, in order; empty where there are none
+    # Share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies
     offload: tuple[tuple[float, ...], ...] = ()
-    kv_offload: Pairs = frozenset()
+    kv_offload: Pairs = frozenset()  # stages and sequences whose keys and values are in host memory
+    # One of `SHARINGS`: factor by which the link is slower for these, where activations are copied too
     kv_sharing: float = SHARINGS[-1]
-    extensions: tuple[Extension, ...] = ()
+    extensions: tuple[Extension, ...] = ()  # parts of the plan that other packages define
 
     def padded(self, problem: Problem) -> Problem:
         """Return the problem with chunks padded as these are."""

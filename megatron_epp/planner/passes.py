@@ -26,18 +26,13 @@ _NAMES = tuple(MODES)
 
 
 class Frontier(NamedTuple):
-    """Steps of the recompute frontiers of chunks, ``[step, chunk]``.
+    """Steps of the recompute frontiers of chunks, ``[step, chunk]``."""
 
-    Attributes:
-        mode: position in `MODES` of the mode that a step leads to; `ABSENT` where the frontier is shorter.
-        saved, layer_us: bytes that a layer saves by the step, of unlike layers their mean, and time that its backward adds.
-        fuller: growth of the layer's peak bytes while its backward runs; below zero where the peak shrinks.
-    """
-
-    mode: Numbers
+    mode: Numbers  # position in `MODES` of the mode that a step leads to; `ABSENT` where the frontier is shorter
+    # saved, layer_us: bytes that a layer saves by the step, of unlike layers their mean, and time that its backward adds
     saved: Numbers
     layer_us: Numbers
-    fuller: Numbers
+    fuller: Numbers  # growth of the layer's peak bytes while its backward runs; below zero where the peak shrinks
 
 
 def no_frontier(num_chunks: int) -> Frontier:
@@ -101,24 +96,17 @@ def recompute_of(modes: tuple[int, ...], num_layers: int, num_steps: int) -> Rec
 
 
 class BackwardBytes[Bytes](NamedTuple):
-    """Bytes of a stage's backward, from which `moments` follow: in all as columns ``[chunk]``, or by item.
+    """Bytes of a stage's backward, from which `moments` follow: in all as columns ``[chunk]``, or by item."""
 
-    Attributes:
-        constant: held all along, besides the layers' peaks.
-        behind: in addition while it passes blocks behind the layers, before it frees anything.
-        reached: what it has freed (below zero) or added when it reaches its last layer: head, blocks behind the layers, inputs
-            for their split weight gradients.
-        activations: by a layer from forward to backward.
-        peak: of a layer while its backward runs, `activations` included.
-        gone: freed with a layer besides `activations`: keys and values and their gradient with a sequence's first slice, less
-            the gradient that its last slice opens, less the inputs of a split weight gradient.
-    """
-
-    constant: Bytes
-    behind: Bytes
+    constant: Bytes  # held all along, besides the layers' peaks
+    behind: Bytes  # in addition while it passes blocks behind the layers, before it frees anything
+    # What it has freed (below zero) or added when it reaches its last layer: head, blocks behind the layers, inputs for their
+    # split weight gradients
     reached: Bytes
-    activations: Bytes
-    peak: Bytes
+    activations: Bytes  # by a layer from forward to backward
+    peak: Bytes  # of a layer while its backward runs, `activations` included
+    # Freed with a layer besides `activations`: keys and values and their gradient with a sequence's first slice, less the
+    # gradient that its last slice opens, less the inputs of a split weight gradient
     gone: Bytes
 
 
@@ -203,60 +191,43 @@ def by_item(sizes: BackwardBytes[dict[str, IntColumn]]) -> BackwardBytes[Numbers
 
 
 class Ways(NamedTuple):
-    """Every way to run the passes of a kind of stage, ``[chunk, number of recompute steps]``.
-
-    Attributes:
-        again_us: time of recompute, a part of the backward.
-        whole, split: most bytes of a backward and its chunk's activations together, with its weight gradient, and with that
-            split off. They never grow with recompute, except where layers that recompute hold more in their own backward.
-        price: time of the next step per byte that it saves; infinite where there is none.
-    """
+    """Every way to run the passes of a kind of stage, ``[chunk, number of recompute steps]``."""
 
     kept_bytes: Numbers
-    again_us: Numbers
+    again_us: Numbers  # time of recompute, a part of the backward
+    # whole, split: most bytes of a backward and its chunk's activations together, with its weight gradient, and with that split
+    # off. They never grow with recompute, except where layers that recompute hold more in their own backward.
     whole: Numbers
     split: Numbers
-    price: Numbers
+    price: Numbers  # time of the next step per byte that it saves; infinite where there is none
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagePasses:
-    """Times in microseconds and bytes of the passes of a kind of stage, as columns ``[chunk]``. Equal stages share one.
-
-    Attributes:
-        trains: there are backwards; without, all that is theirs is zero.
-        forward_us, backward_us: of a pass without recompute.
-        weight_us: of the weight gradient, a part of the backward.
-        saved_by_split_us: by which the backward is shorter if its weight gradient is split off.
-        exchange_us: of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward.
-        activation: bytes kept from forward to backward without recompute.
-        layer_input: of these, what a layer that recomputes whole keeps.
-        forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
-            the bytes freed at its end.
-        backward_residual: bytes that a backward leaves, without activations: gradients of keys and values, opened or closed.
-        passing: bytes held only while a pass runs, which static bytes include.
-        weight_bytes: that a backward keeps for a split weight gradient.
-        streamed_bytes: that a backward holds of keys and values that stream from and to the host.
-    """
+    """Times in microseconds and bytes of the passes of a kind of stage, as columns ``[chunk]``. Equal stages share one."""
 
     stage: int
     work: ChunkWork
     costs: Costs
-    trains: bool
+    trains: bool  # there are backwards; without, all that is theirs is zero
     num_layers: int
+    # forward_us, backward_us: of a pass without recompute
     forward_us: TimeColumn
     backward_us: TimeColumn
-    weight_us: TimeColumn
-    saved_by_split_us: TimeColumn
-    exchange_us: TimeColumn
-    activation: IntColumn
-    layer_input: IntColumn
+    weight_us: TimeColumn  # of the weight gradient, a part of the backward
+    saved_by_split_us: TimeColumn  # by which the backward is shorter if its weight gradient is split off
+    exchange_us: TimeColumn  # of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward
+    activation: IntColumn  # bytes kept from forward to backward without recompute
+    layer_input: IntColumn  # of these, what a layer that recomputes whole keeps
+    # forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
+    # the bytes freed at its end
     forward_alloc: IntColumn
     forward_free: IntColumn
+    # Bytes that a backward leaves, without activations: gradients of keys and values, opened or closed
     backward_residual: IntColumn
-    passing: IntColumn
-    weight_bytes: IntColumn
-    streamed_bytes: IntColumn
+    passing: IntColumn  # bytes held only while a pass runs, which static bytes include
+    weight_bytes: IntColumn  # that a backward keeps for a split weight gradient
+    streamed_bytes: IntColumn  # that a backward holds of keys and values that stream from and to the host
     frontier: Frontier
 
     @property

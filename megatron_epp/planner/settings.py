@@ -30,21 +30,14 @@ LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Recipe(NamedTuple):
-    """Values of all settings.
-
-    Attributes:
-        cut: key of `ChunkTables.cuts`.
-        lead: one of `Orders.leads`.
-        reach: key of `Orders.reaches`: how far forwards run ahead of backwards.
-        copies: one of `COPIES`: what goes to the host.
-    """
+    """Values of all settings."""
 
     grain: float = 12.0
-    cut: str = ""
+    cut: str = ""  # key of `ChunkTables.cuts`
     start: str = "longest"
-    lead: float = 2.0
-    reach: str = "need"
-    copies: str = "none"
+    lead: float = 2.0  # one of `Orders.leads`
+    reach: str = "need"  # key of `Orders.reaches`: how far forwards run ahead of backwards
+    copies: str = "none"  # one of `COPIES`: what goes to the host
 
 
 class RecipeSetting(NamedTuple):
@@ -83,17 +76,12 @@ STREAMING = COPIES[1:]
 
 @dataclass(frozen=True, slots=True)
 class ReachRule:
-    """Orders in which forwards run ahead of backwards by one rule.
+    """Orders in which forwards run ahead of backwards by one rule."""
 
-    Attributes:
-        rule: the order for a lead, and a number of chunks by which all ranks are further ahead (`WarmUp.slack`).
-        is_wide: it fills the memory that caps leave, so depends on them.
-        splits: weight gradients shape it, where they run apart.
-    """
-
+    # The order for a lead, and a number of chunks by which all ranks are further ahead (`WarmUp.slack`)
     rule: Callable[[float, int], OrderRule]
-    is_wide: bool = False
-    splits: bool = False
+    is_wide: bool = False  # it fills the memory that caps leave, so depends on them
+    splits: bool = False  # weight gradients shape it, where they run apart
     has_lead: bool = True
 
 
@@ -131,22 +119,16 @@ OPENINGS = (
 
 
 class Orders(NamedTuple):
-    """Orders that a search tries on a kind of placement, and values that go with them.
+    """Orders that a search tries on a kind of placement, and values that go with them."""
 
-    Attributes:
-        reaches: by name; a search begins with `first_reach`.
-        leads, openings: as `LEADS` and `OPENINGS`.
-        with_copies: settings along which walks with copies go: each candidate takes long.
-        as_given: the order of a caller's microbatches as they come.
-        of_table: orders with forwards and backwards of every stage in the order of a table, first as Megatron has them.
-    """
-
-    reaches: Mapping[str, ReachRule]
+    reaches: Mapping[str, ReachRule]  # by name; a search begins with `first_reach`
     first_reach: str
+    # leads, openings: as `LEADS` and `OPENINGS`
     leads: tuple[float, ...]
     openings: tuple[Opening, ...]
-    with_copies: tuple[RecipeSetting, ...]
-    as_given: OrderRule
+    with_copies: tuple[RecipeSetting, ...]  # settings along which walks with copies go: each candidate takes long
+    as_given: OrderRule  # the order of a caller's microbatches as they come
+    # Orders with forwards and backwards of every stage in the order of a table, first as Megatron has them
     of_table: tuple[OrderRule, ...]
 
 

@@ -30,34 +30,24 @@ Sizes = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Times in microseconds and sizes in bytes of a chunk table, and the ranks and links that they are for.
+    """Times in microseconds and sizes in bytes of a chunk table, and the ranks and links that they are for."""
 
-    Attributes:
-        passes: of each stage, as columns by chunk. In the planners, counts of layers are counts of recompute steps.
-        hops: time of each chunk's message, boundary by boundary; zero where both stages are on one rank.
-        static: bytes of each rank held throughout: its static bytes, the working memory of its largest pass, and rooms.
-        message_bytes: of each chunk's message.
-        message_room: bytes of each rank set aside for messages in flight while the order is not known.
-        added_room: bytes of each rank set aside for added operations (`Operation.room`).
-        exchange_room: bytes of each rank for the exchange of its largest chunk with experts.
-        host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
-        host_links: of every rank, the link to the host that it copies over.
-        offloadable_share: most of a chunk's kept bytes that may leave.
-    """
-
+    # Of each stage, as columns by chunk. In the planners, counts of layers are counts of recompute steps.
     passes: tuple[StagePasses, ...]
-    hops: tuple[TimeColumn, ...]
+    hops: tuple[TimeColumn, ...]  # time of each chunk's message, boundary by boundary; zero where both stages are on one rank
+    # Bytes of each rank held throughout: its static bytes, the working memory of its largest pass, and rooms
     static: tuple[int, ...]
-    message_bytes: tuple[int, ...]
-    message_room: tuple[int, ...]
-    added_room: tuple[int, ...]
-    exchange_room: tuple[int, ...]
+    message_bytes: tuple[int, ...]  # of each chunk's message
+    message_room: tuple[int, ...]  # bytes of each rank set aside for messages in flight while the order is not known
+    added_room: tuple[int, ...]  # bytes of each rank set aside for added operations (`Operation.room`)
+    exchange_room: tuple[int, ...]  # bytes of each rank for the exchange of its largest chunk with experts
     rank_of: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
+    # host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link
     host_latency_us: float
     host_us_per_byte: float
-    host_links: tuple[int, ...]
-    offloadable_share: float
+    host_links: tuple[int, ...]  # of every rank, the link to the host that it copies over
+    offloadable_share: float  # most of a chunk's kept bytes that may leave
     added: dict[Op, OperationRows] = field(default_factory=dict)
     _columns: dict[Kinds, PassTable] = field(default_factory=dict, init=False, repr=False, compare=False)
     _derived: dict[Callable[[Tables], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)

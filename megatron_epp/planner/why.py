@@ -51,20 +51,15 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan, and how the search came to it, free of caps and then under them.
-
-    Attributes:
-        others: values that were not chosen; empty where no candidate of the search fits.
-        improved: recipe of the candidate that local search made the fastest of, if it did; else the last of the walk.
-        memory: of every rank; empty where no candidate fits, and with copies to the host, which take bytes away.
-        remade: identities of chunk tables whose candidates were made again, after walks came by, with more memory for messages.
-    """
+    """A plan, and how the search came to it, free of caps and then under them."""
 
     plan: Plan
     walks: tuple[Walk, ...]
-    others: tuple[OtherValue, ...]
-    improved: Recipe
+    others: tuple[OtherValue, ...]  # values that were not chosen; empty where no candidate of the search fits
+    improved: Recipe  # recipe of the candidate that local search made the fastest of, if it did; else the last of the walk
+    # Of every rank; empty where no candidate fits, and with copies to the host, which take bytes away
     memory: tuple[RankMemory, ...]
+    # Identities of chunk tables whose candidates were made again, after walks came by, with more memory for messages
     remade: frozenset[int]
 
     @property

@@ -70,21 +70,13 @@ WHOLE, ELASTIC = "1F1B, whole documents", "elastic plans"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Sizes of the demonstration.
+    """Sizes of the demonstration."""
 
-    Attributes:
-        folder: for everything that it writes.
-        num_ranks: of the pipeline, one stage each.
-        context: tokens of the longest document.
-        rounds: trainings with each schedule.
-        start: how ranks start: forked on a CPU, where torch's launcher takes longer than a training.
-    """
-
-    folder: Path
-    num_ranks: int
-    context: int
-    rounds: int
-    start: Start | None
+    folder: Path  # for everything that it writes
+    num_ranks: int  # of the pipeline, one stage each
+    context: int  # tokens of the longest document
+    rounds: int  # trainings with each schedule
+    start: Start | None  # how ranks start: forked on a CPU, where torch's launcher takes longer than a training
 
     @property
     def batch(self) -> int:

@@ -28,17 +28,12 @@ def turns[T](names: Sequence[T], rounds: int) -> Iterator[tuple[T, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Use of a machine's cores during a measurement.
+    """Use of a machine's cores during a measurement."""
 
-    Attributes:
-        others: mean number of cores kept busy by programs that the measurement did not start; None if the system does not tell.
-        num_ranks: ranks that were measured at a time, each on a core.
-        num_cores: of the machine.
-    """
-
+    # Mean number of cores kept busy by programs that the measurement did not start; None if the system does not tell
     others: float | None
-    num_ranks: int
-    num_cores: int
+    num_ranks: int  # ranks that were measured at a time, each on a core
+    num_cores: int  # of the machine
 
     @property
     def is_busy(self) -> bool:

@@ -25,13 +25,9 @@ SHARES = (1.0, 0.5, 0.25)
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Conversion of times to whole ticks.
+    """Conversion of times to whole ticks."""
 
-    Attributes:
-        tick_us: length of a tick.
-    """
-
-    tick_us: float
+    tick_us: float  # length of a tick
 
     @staticmethod
     def of(times_us: Iterable[float], horizon_us: float) -> Clock:
@@ -50,25 +46,15 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to run a stage and chunk.
+    """A way to run a stage and chunk."""
 
-    Attributes:
-        num_steps: recompute steps.
-        split: the weight gradient is an action of its own.
-        share: of the kept bytes that is copied to host memory and back; zero for none.
-        backward_us: time of the backward.
-        kept_bytes: from the start of the forward to the end of the backward, copied ones included.
-        moved_bytes: the part that is copied.
-        takes_bytes: allocated by the backward above what is live when it starts.
-    """
-
-    num_steps: int
-    split: bool
-    share: float
-    backward_us: float
-    kept_bytes: int
-    moved_bytes: int
-    takes_bytes: int
+    num_steps: int  # recompute steps
+    split: bool  # the weight gradient is an action of its own
+    share: float  # of the kept bytes that is copied to host memory and back; zero for none
+    backward_us: float  # time of the backward
+    kept_bytes: int  # from the start of the forward to the end of the backward, copied ones included
+    moved_bytes: int  # the part that is copied
+    takes_bytes: int  # allocated by the backward above what is live when it starts
 
 
 def choices_of(

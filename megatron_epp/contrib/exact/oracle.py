@@ -26,20 +26,14 @@ WORKERS = 1
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """Result of the oracle for a chunk table.
+    """Result of the oracle for a chunk table."""
 
-    Attributes:
-        decisions: the best found, or None when none was found in time.
-        makespan_us: makespan of the decisions; infinite without them.
-        bound_us: no decisions for these chunks are faster under these caps, with the recompute modes, the KV offload and the
-            shares of activations to copy that the oracle chose from.
-        optimal: bound and makespan are the same, up to `TOLERANCE`.
-    """
-
-    decisions: Decisions | None
-    makespan_us: float
+    decisions: Decisions | None  # the best found, or None when none was found in time
+    makespan_us: float  # makespan of the decisions; infinite without them
+    # No decisions for these chunks are faster under these caps, with the recompute modes, the KV offload and the shares of
+    # activations to copy that the oracle chose from
     bound_us: float
-    optimal: bool
+    optimal: bool  # bound and makespan are the same, up to `TOLERANCE`
 
 
 def oracle(

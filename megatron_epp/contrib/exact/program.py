@@ -24,48 +24,31 @@ Choices = list[list[list[Choice]]]
 
 
 class Span(NamedTuple):
-    """An action in the program.
+    """An action in the program."""
 
-    Attributes:
-        start, end: its times.
-        interval: its time on its rank. A backward that may leave its weight gradient to a `W` has only the rest; the `W` has
-            that part whether the plan has the `W` or not.
-        whole: from start to end.
-        present: a literal that the plan has it, or True.
-    """
-
+    # start, end: its times
     start: Any
     end: Any
+    # Its time on its rank. A backward that may leave its weight gradient to a `W` has only the rest; the `W` has that part
+    # whether the plan has the `W` or not.
     interval: Any
-    whole: Any
-    present: Any
+    whole: Any  # from start to end
+    present: Any  # a literal that the plan has it, or True
 
 
 @dataclass(slots=True)
 class Program:
-    """Variables and constraints of one case, without memory.
+    """Variables and constraints of one case, without memory."""
 
-    Attributes:
-        chunks: the chunk table.
-        tables: times and sizes of the chunk table.
-        choices: of every stage and chunk.
-        clock: of all times.
-        horizon: ticks by which everything ends.
-        model: CP-SAT's model.
-        chosen: ``[stage][chunk][choice]``, literals of which one is true.
-        spans: of every action, copies included.
-        makespan: the objective, in ticks.
-    """
-
-    chunks: Sequence[Chunk]
-    tables: Tables
-    choices: Choices
-    clock: Clock
-    horizon: int
-    model: Any
-    chosen: list[list[list[Any]]] = field(default_factory=list)
-    spans: dict[Action, Span] = field(default_factory=dict)
-    makespan: Any = None
+    chunks: Sequence[Chunk]  # the chunk table
+    tables: Tables  # times and sizes of the chunk table
+    choices: Choices  # of every stage and chunk
+    clock: Clock  # of all times
+    horizon: int  # ticks by which everything ends
+    model: Any  # CP-SAT's model
+    chosen: list[list[list[Any]]] = field(default_factory=list)  # ``[stage][chunk][choice]``, literals of which one is true
+    spans: dict[Action, Span] = field(default_factory=dict)  # of every action, copies included
+    makespan: Any = None  # the objective, in ticks
 
     @property
     def stages(self) -> range:

@@ -27,24 +27,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Input of a solve.
+    """Input of a solve."""
 
-    Attributes:
-        chunks: the chunk table.
-        tables: times and sizes of the chunk table.
-        problem, options: as `plan` takes them.
-        shares: of kept bytes that may be copied to host memory.
-        horizon_us: only plans that end by then are of interest.
-        bound_us: no plan ends earlier.
-    """
-
-    chunks: tuple[Chunk, ...]
-    tables: Tables
+    chunks: tuple[Chunk, ...]  # the chunk table
+    tables: Tables  # times and sizes of the chunk table
+    # problem, options: as `plan` takes them
     problem: Problem
     options: Options
-    shares: tuple[float, ...]
-    horizon_us: float
-    bound_us: float
+    shares: tuple[float, ...]  # of kept bytes that may be copied to host memory
+    horizon_us: float  # only plans that end by then are of interest
+    bound_us: float  # no plan ends earlier
 
     @property
     def choices(self) -> Choices:
@@ -63,15 +55,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """Result of a solve.
+    """Result of a solve."""
 
-    Attributes:
-        decisions: the best found; None where none was found in time.
-        bound_us: no decisions are faster; infinite where the program has no solution.
-    """
-
-    decisions: Decisions | None
-    bound_us: float
+    decisions: Decisions | None  # the best found; None where none was found in time
+    bound_us: float  # no decisions are faster; infinite where the program has no solution
 
 
 class Progress:

@@ -22,19 +22,12 @@ _OPERATIONS = {"F": Op.F, "B": Op.B, "I": Op.B, "W": Op.W}
 
 
 class Pass(NamedTuple):
-    """An entry of a table.
+    """An entry of a table."""
 
-    Attributes:
-        kind: F, a forward; B, a whole backward; I, a backward without weight gradients; W, the weight gradients.
-        stage: of the pipeline.
-        microbatch: from 0.
-        part: slice of the microbatch, from 0.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-    part: int = 0
+    kind: str  # F, a forward; B, a whole backward; I, a backward without weight gradients; W, the weight gradients
+    stage: int  # of the pipeline
+    microbatch: int  # from 0
+    part: int = 0  # slice of the microbatch, from 0
 
 
 Row = Sequence[tuple[Pass, ...]]

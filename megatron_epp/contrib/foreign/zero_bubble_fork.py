@@ -38,15 +38,10 @@ class _Word(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Writing:
-    """Tells how words are written.
+    """Tells how words are written."""
 
-    Attributes:
-        has_case: their case is the stage.
-        has_parts: ``-1`` is the second slice, not the second stage.
-    """
-
-    has_case: bool
-    has_parts: bool
+    has_case: bool  # their case is the stage
+    has_parts: bool  # ``-1`` is the second slice, not the second stage
 
 
 def is_table(text: str) -> bool:

@@ -24,18 +24,13 @@ ATTENTION, MLP = "attention", "mlp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeparateAttention:
-    """Times and bytes of one layer's core attention, on the rank that runs it.
+    """Times and bytes of one layer's core attention, on the rank that runs it."""
 
-    Attributes:
-        forward, backward: times; the part of a layer's that grows with query-key pairs.
-        input_bytes_per_token: queries, keys and values, which the rank receives and keeps.
-        output_bytes_per_token: attention's output, which the rank keeps and sends.
-    """
-
+    # forward, backward: times; the part of a layer's that grows with query-key pairs
     forward: LinearTime
     backward: LinearTime
-    input_bytes_per_token: float
-    output_bytes_per_token: float
+    input_bytes_per_token: float  # queries, keys and values, which the rank receives and keeps
+    output_bytes_per_token: float  # attention's output, which the rank keeps and sends
 
     def rows(self, op: Op, num_sites: int, work: ChunkWork, message: LinearTime, fragmentation: float = 0.0) -> OperationRows:
         """Times and bytes of an operation, equal at all sites."""

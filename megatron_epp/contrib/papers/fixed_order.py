@@ -38,18 +38,12 @@ def several_grains(problem: Problem, costs: Costs, options: Options) -> Iterator
 
 
 class Batch(NamedTuple):
-    """Input of an order.
+    """Input of an order."""
 
-    Attributes:
-        chunks: the chunk table.
-        groups: `slice_groups` of the table: a range for each sliced sequence and each single chunk.
-        placement: of the stages.
-        problem, costs: as planners take them.
-    """
-
-    chunks: Sequence[Chunk]
-    groups: Sequence[range]
-    placement: Placement
+    chunks: Sequence[Chunk]  # the chunk table
+    groups: Sequence[range]  # `slice_groups` of the table: a range for each sliced sequence and each single chunk
+    placement: Placement  # of the stages
+    # problem, costs: as planners take them
     problem: Problem
     costs: Costs
 
@@ -69,19 +63,15 @@ class FixedOrder:
     Here the microbatches are the chunks of a table, slices of long sequences included, and windows are fixed by the sequence
     with the most slices. The order is tried with several chunk tables, each with the recompute and the copies that the caps
     require (`fitted`), and the fastest plan counts. Without `Options.split_weight` weight gradients run with their backwards.
-
-    Attributes:
-        orders: returns the orders to try; raises `PlanError` if the schedule has none for the batch.
-        kind: of the placement.
-        chunks_per_rank: stages of each rank; None for two or more.
-        tables: returns the chunk tables to try, in order; raises `PlanError` if the schedule has none for the batch.
-        fit: chooses recompute and copies for an order, as `fitted` does.
     """
 
+    # Returns the orders to try; raises `PlanError` if the schedule has none for the batch
     orders: Callable[[Batch], Iterable[Order | JoinedOrder]]
-    kind: Literal["looped", "v"] = "looped"
-    chunks_per_rank: int | None = 1
+    kind: Literal["looped", "v"] = "looped"  # of the placement
+    chunks_per_rank: int | None = 1  # stages of each rank; None for two or more
+    # Returns the chunk tables to try, in order; raises `PlanError` if the schedule has none for the batch
     tables: Callable[[Problem, Costs, Options], Iterable[ChunkTable]] = several_grains
+    # Chooses recompute and copies for an order, as `fitted` does
     fit: Callable[[Order, Sequence[Chunk], Problem, Costs, Options], Decisions] = fitted
 
     def __call__(self, problem: Problem, costs: Costs, options: Options) -> Decisions:

@@ -20,15 +20,10 @@ from megatron_epp.planner.chunks.chunker import Chunker, round_up
 
 @dataclass(frozen=True, slots=True)
 class Grain:
-    """Granularity of a chunk table.
+    """Granularity of a chunk table."""
 
-    Attributes:
-        slices: number of slices of the longest sequence.
-        time_us: time aimed at for a chunk, without its fixed part.
-    """
-
-    slices: int
-    time_us: float
+    slices: int  # number of slices of the longest sequence
+    time_us: float  # time aimed at for a chunk, without its fixed part
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,17 +27,11 @@ SPLIT_UNITS = 1.5, 1.5
 
 @dataclass(frozen=True, slots=True)
 class Spacing:
-    """Distances between the actions of a chunk on a rank.
+    """Distances between the actions of a chunk on a rank."""
 
-    Attributes:
-        group: chunks that follow each other on a stage before the rank turns to its next stage.
-        forward: between the forwards of a chunk on a stage of a rank and on the next, in lengths of a group.
-        backward: the same between backwards.
-    """
-
-    group: int
-    forward: int
-    backward: int
+    group: int  # chunks that follow each other on a stage before the rank turns to its next stage
+    forward: int  # between the forwards of a chunk on a stage of a rank and on the next, in lengths of a group
+    backward: int  # the same between backwards
 
     @staticmethod
     def of(ranks: int, laps: int, group: int, units: tuple[float, float]) -> Spacing:

@@ -41,22 +41,14 @@ Coefficients = NDArray[np.float64]
 
 
 class Timed(NamedTuple):
-    """Measured time of an action.
+    """Measured time of an action."""
 
-    Attributes:
-        tokens: of its chunk, padded; for vocabulary shards and their collectives, tokens that pass the output layer.
-        pairs: causal query-key pairs of its chunk; 0 where the time does not depend on them.
-        recompute: layers that recomputed in it.
-        output_share: share of the tokens that passed the output layer and the loss, where the stage has them.
-        reads: tokens ahead of its slice.
-    """
-
-    tokens: int
-    pairs: int
+    tokens: int  # of its chunk, padded; for vocabulary shards and their collectives, tokens that pass the output layer
+    pairs: int  # causal query-key pairs of its chunk; 0 where the time does not depend on them
     time_us: float
-    recompute: Recompute = NO_RECOMPUTE
-    output_share: float = 1.0
-    reads: int = 0
+    recompute: Recompute = NO_RECOMPUTE  # layers that recomputed in it
+    output_share: float = 1.0  # share of the tokens that passed the output layer and the loss, where the stage has them
+    reads: int = 0  # tokens ahead of its slice
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -66,23 +58,17 @@ class Timed(NamedTuple):
 
 @dataclass(slots=True)
 class Learnt:
-    """Measurements of one rank.
+    """Measurements of one rank."""
 
-    Attributes:
-        times: of forwards, backwards (with the weight gradient, also where that is split) and split weight gradients by stage;
-            of the passes of vocabulary shards (S, T) by pipeline rank.
-        sizes: tokens and bytes kept by stage, from forward to backward (F) and from backward to weight gradient (W).
-        peak_bytes: most bytes allocated in the recorded iterations; 0, like no `sizes`, where memory is not measured.
-        offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
-        pipeline: a number that the ranks of a pipeline have in common, and no others.
-        collectives: of vocabulary shards, from this rank's entry to its end, by operation, iteration and chunk.
-    """
-
+    # Of forwards, backwards (with the weight gradient, also where that is split) and split weight gradients by stage; of the
+    # passes of vocabulary shards (S, T) by pipeline rank
     times: dict[tuple[int, Op], list[Timed]] = field(default_factory=dict)
+    # Tokens and bytes kept by stage, from forward to backward (F) and from backward to weight gradient (W)
     sizes: dict[tuple[int, Op], list[tuple[int, int]]] = field(default_factory=dict)
-    peak_bytes: int = 0
-    offloadable_share: float | None = None
-    pipeline: int = 0
+    peak_bytes: int = 0  # most bytes allocated in the recorded iterations; 0, like no `sizes`, where memory is not measured
+    offloadable_share: float | None = None  # share of the kept bytes that can be offloaded; None where it is not measured
+    pipeline: int = 0  # a number that the ranks of a pipeline have in common, and no others
+    # Of vocabulary shards, from this rank's entry to its end, by operation, iteration and chunk
     collectives: dict[tuple[Op, int, int], Timed] = field(default_factory=dict)
 
 

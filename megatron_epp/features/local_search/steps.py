@@ -24,51 +24,37 @@ class StepChoice(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Inputs of the local search that stay fixed.
-
-    Attributes:
-        group_of: the sequence of each chunk.
-        caps_at: bytes of the caps, by position among the actions.
-        dear, dear_starts: the items of every rank, dearest recompute first, and where each rank's start; all zero where
-            recompute is not to be trimmed.
-        no_split: zeros by item.
-        copies, away: none.
-        splits: nonzero if a choice is judged with its weight gradients split off, too, where that is faster.
-        whole, filled: storage for these; the actions of `whole` are the judged choice's.
-        full, shards: columns of orders with the vocabulary's shards, and storage for these; without, `shards.line` is empty.
-    """
+    """Inputs of the local search that stay fixed."""
 
     starts: IntegerList
     columns: PassTable
-    group_of: IntegerList
+    group_of: IntegerList  # the sequence of each chunk
     caps: IntegerList
-    caps_at: IntegerList
+    caps_at: IntegerList  # bytes of the caps, by position among the actions
+    # dear, dear_starts: the items of every rank, dearest recompute first, and where each rank's start; all zero where recompute
+    # is not to be trimmed
     dear: IntegerList
     dear_starts: IntegerList
-    no_split: IntegerList
+    no_split: IntegerList  # zeros by item
+    # copies, away: none
     copies: CopyColumns
-    splits: int
+    splits: int  # nonzero if a choice is judged with its weight gradients split off, too, where that is faster
+    # whole, filled: storage for these; the actions of `whole` are the judged choice's
     whole: Whole
     filled: Filled
     away: IntegerList
+    # full, shards: columns of orders with the vocabulary's shards, and storage for these; without, `shards.line` is empty
     full: PassTable
     shards: Shards
 
 
 class Spare(NamedTuple):
-    """Working storage of the local search.
+    """Working storage of the local search."""
 
-    Attributes:
-        numbers: state of the random numbers, one integer.
-        leaves: a number per item.
-        seen: two numbers per item.
-        took_us: a time per node.
-    """
-
-    numbers: IntegerList
-    leaves: IntegerList
-    seen: IntegerList
-    took_us: FloatList
+    numbers: IntegerList  # state of the random numbers, one integer
+    leaves: IntegerList  # a number per item
+    seen: IntegerList  # two numbers per item
+    took_us: FloatList  # a time per node
 
 
 @compiled

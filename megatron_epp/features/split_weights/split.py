@@ -19,49 +19,38 @@ Set by hand: with 0, 0.25 or 0.5, alone or besides 1, plans differ by less than 
 
 
 class Whole(NamedTuple):
-    """An order of forwards and whole backwards, and what its actions take.
-
-    Attributes:
-        whole_us, split_us: time of actions by node, backwards with their weight gradients (`timing.durations`), and without.
-        free: bytes below the cap while each action runs, by position.
-        extra: bytes that each backward needs more if its weight gradient is split off, by position.
-        takes, gives: bytes that each action allocates and frees (`live_bytes.step_bytes`), by position.
-        none, every: zeros and ones by item.
-    """
+    """An order of forwards and whole backwards, and what its actions take."""
 
     actions: IntegerList
     starts: IntegerList
+    # whole_us, split_us: time of actions by node, backwards with their weight gradients (`timing.durations`), and without
     whole_us: FloatList
     split_us: FloatList
-    free: IntegerList
-    extra: IntegerList
+    free: IntegerList  # bytes below the cap while each action runs, by position
+    extra: IntegerList  # bytes that each backward needs more if its weight gradient is split off, by position
+    # takes, gives: bytes that each action allocates and frees (`live_bytes.step_bytes`), by position
     takes: IntegerList
     gives: IntegerList
+    # none, every: zeros and ones by item
     none: IntegerList
     every: IntegerList
 
 
 class Filled(NamedTuple):
-    """Results of `fill`, the actions of every rank with weight gradients, and its storage.
-
-    Attributes:
-        waiting: items whose weight gradients wait or have waited, from each rank's start in `Whole.starts` on.
-        first, last: of each rank, where the waiting ones begin and end.
-        waiting_bytes: what they hold, by rank.
-        at, clock_us: progress by rank.
-        ended_us: ends by node.
-    """
+    """Results of `fill`, the actions of every rank with weight gradients, and its storage."""
 
     actions: IntegerList
     starts: IntegerList
     ends: IntegerList
-    waiting: IntegerList
+    waiting: IntegerList  # items whose weight gradients wait or have waited, from each rank's start in `Whole.starts` on
+    # first, last: of each rank, where the waiting ones begin and end
     first: IntegerList
     last: IntegerList
-    waiting_bytes: IntegerList
+    waiting_bytes: IntegerList  # what they hold, by rank
+    # at, clock_us: progress by rank
     at: IntegerList
     clock_us: FloatList
-    ended_us: FloatList
+    ended_us: FloatList  # ends by node
 
 
 def storage(actions: IntegerList, starts: IntegerList, columns: PassTable) -> tuple[Whole, Filled]:

@@ -14,44 +14,36 @@ NO_RANK = -1
 
 
 class Ready(NamedTuple):
-    """Times of a pipeline's actions, what limits its forwards, and storage for a run. An item is a stage and a chunk.
-
-    Attributes:
-        stages, first_stage: the stages of each rank, deepest first, and where each rank's begin, with the end.
-        forward_us, backward_us: time of each item; of backwards without weight gradients where these run apart.
-        hop_us: time of the message behind each item's forward; of the last stage, between its forward and its backward.
-        backwards: chunks in the order of their backwards; empty in a forward-only order.
-        ahead: forwards that the first stage of a rank may have run when it has run so many backwards.
-        alternating: nonzero to take forwards and backwards in turn where both are ready.
-        most_waiting: weight gradients that may wait on a rank; 0 where backwards contain them.
-        forward_in, backward_in: when the input of each item is there; infinite before that is known.
-        forward_count, backward_count: passes that each stage has run.
-        clock_us, was_backward: end of the last action of each rank, and nonzero where it was a backward.
-        waiting_us, queued, taken: times of the weight gradients of each rank, and how many have begun to wait and have run.
-        out, filled: the order (`Codes.actions`), and how far each rank's is written.
-    """
+    """Times of a pipeline's actions, what limits its forwards, and storage for a run. An item is a stage and a chunk."""
 
     num_chunks: int
     rank_of: IntegerList
+    # stages, first_stage: the stages of each rank, deepest first, and where each rank's begin, with the end
     stages: IntegerList
     first_stage: IntegerList
+    # forward_us, backward_us: time of each item; of backwards without weight gradients where these run apart
     forward_us: FloatList
     backward_us: FloatList
     weight_us: FloatList
-    hop_us: FloatList
-    backwards: IntegerList
-    ahead: IntegerList
-    alternating: int
-    most_waiting: int
+    hop_us: FloatList  # time of the message behind each item's forward; of the last stage, between its forward and its backward
+    backwards: IntegerList  # chunks in the order of their backwards; empty in a forward-only order
+    ahead: IntegerList  # forwards that the first stage of a rank may have run when it has run so many backwards
+    alternating: int  # nonzero to take forwards and backwards in turn where both are ready
+    most_waiting: int  # weight gradients that may wait on a rank; 0 where backwards contain them
+    # forward_in, backward_in: when the input of each item is there; infinite before that is known
     forward_in: FloatList
     backward_in: FloatList
+    # forward_count, backward_count: passes that each stage has run
     forward_count: IntegerList
     backward_count: IntegerList
+    # clock_us, was_backward: end of the last action of each rank, and nonzero where it was a backward
     clock_us: FloatList
     was_backward: IntegerList
+    # waiting_us, queued, taken: times of the weight gradients of each rank, and how many have begun to wait and have run
     waiting_us: FloatList
     queued: IntegerList
     taken: IntegerList
+    # out, filled: the order (`Codes.actions`), and how far each rank's is written
     out: IntegerList
     filled: IntegerList
 

@@ -16,18 +16,14 @@ from megatron_epp.plan.chunk import Borrowed, readers_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeWork(ChunkWork):
-    """The work of the chunks of a table. `prefix_tokens` are in front of all of a chunk's segments.
+    """The work of the chunks of a table. `prefix_tokens` are in front of all of a chunk's segments."""
 
-    Attributes:
-        segments: tokens of the segments of each chunk, ``[segment, chunk]``, the padding with the first; 0 where there is none.
-        reader: the last chunk of the table that reads a segment's keys and values, and so the first in backward: its own where
-            no other reads them. Of the same shape.
-        is_read: 1 for segments that others read.
-    """
-
+    # Tokens of the segments of each chunk, ``[segment, chunk]``, the padding with the first; 0 where there is none
     segments: IntColumn
+    # The last chunk of the table that reads a segment's keys and values, and so the first in backward: its own where no other
+    # reads them. Of the same shape.
     reader: IntColumn
-    is_read: IntColumn
+    is_read: IntColumn  # 1 for segments that others read
 
     @property
     def gathered_tokens(self) -> IntColumn:

@@ -15,48 +15,40 @@ SHARD, LOSS, GRADIENT = ADDED, ADDED + 1, ADDED + 2
 
 
 class Shards(NamedTuple):
-    """Times and bytes of shards, and storage for a run.
+    """Times and bytes of shards, and storage for a run."""
 
-    Attributes:
-        line, position: chunks in the order of the last stage's forwards, empty without shards, and where in it each is.
-        split: by item, nonzero if its weight gradient is an action of its own.
-        took_us: time of every action, by node.
-        spread_us, gather_us: time of the collectives, by chunk.
-        peak_bytes, kept_bytes: of a chunk while its `S` runs and from there to its `T`, rank by rank.
-        room_bytes: of each rank, for all of its chunks between `S` and `T`.
-        backward: 0 in a forward-only order, which has no `T`.
-        came_us, gathered_us, finished: by position in `line`: end of the forward and of the last `S` so far, and how many ran.
-        at, shards, gradients, losses: progress of each rank in its base order and in `line`; of `losses` the first entry.
-        clock_us, held_bytes: time and bytes of each rank.
-        choice, when_us, stale: what each rank runs next and when; nonzero if that must be decided again.
-        ended_us: end of each node; negative while it has not run.
-        out, first, filled: the new order, where each rank's begins and how far it is written.
-    """
-
+    # line, position: chunks in the order of the last stage's forwards, empty without shards, and where in it each is
     line: IntegerList
     position: IntegerList
-    split: IntegerList
-    took_us: FloatList
+    split: IntegerList  # by item, nonzero if its weight gradient is an action of its own
+    took_us: FloatList  # time of every action, by node
+    # spread_us, gather_us: time of the collectives, by chunk
     spread_us: FloatList
     gather_us: FloatList
+    # peak_bytes, kept_bytes: of a chunk while its `S` runs and from there to its `T`, rank by rank
     peak_bytes: IntegerList
     kept_bytes: IntegerList
-    room_bytes: IntegerList
+    room_bytes: IntegerList  # of each rank, for all of its chunks between `S` and `T`
     last_rank: int
-    backward: int
+    backward: int  # 0 in a forward-only order, which has no `T`
+    # came_us, gathered_us, finished: by position in `line`: end of the forward and of the last `S` so far, and how many ran
     came_us: FloatList
     gathered_us: FloatList
     finished: IntegerList
+    # at, shards, gradients, losses: progress of each rank in its base order and in `line`; of `losses` the first entry
     at: IntegerList
     shards: IntegerList
     gradients: IntegerList
     losses: IntegerList
+    # clock_us, held_bytes: time and bytes of each rank
     clock_us: FloatList
     held_bytes: IntegerList
+    # choice, when_us, stale: what each rank runs next and when; nonzero if that must be decided again
     choice: IntegerList
     when_us: FloatList
     stale: IntegerList
-    ended_us: FloatList
+    ended_us: FloatList  # end of each node; negative while it has not run
+    # out, first, filled: the new order, where each rank's begins and how far it is written
     out: IntegerList
     first: IntegerList
     filled: IntegerList

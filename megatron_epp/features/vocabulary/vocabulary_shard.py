@@ -32,19 +32,12 @@ _EMBEDDING_KEY = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Division of a vocabulary.
+    """Division of a vocabulary."""
 
-    Attributes:
-        rows: of each pipeline rank, counted within the tensor-parallel rank's rows.
-        position: pipeline rank of this process.
-        first_row: number of the tensor-parallel rank's first row in the whole vocabulary.
-        entries: of the whole vocabulary, padded.
-    """
-
-    rows: tuple[range, ...]
-    position: int
-    first_row: int
-    entries: int
+    rows: tuple[range, ...]  # of each pipeline rank, counted within the tensor-parallel rank's rows
+    position: int  # pipeline rank of this process
+    first_row: int  # number of the tensor-parallel rank's first row in the whole vocabulary
+    entries: int  # of the whole vocabulary, padded
     is_tied: bool
 
     @property

@@ -45,24 +45,17 @@ RowsOf = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class RankInputs:
-    """Reads what a rank's stages need of a batch, and uploads it, by one copy. Its methods may be called in any thread.
-
-    Attributes:
-        reads_tokens: the rank has the first or the last stage.
-        rows_of: on a rank with labels, the rows of a chunk; None on other ranks.
-        depths: of multi-token prediction on this rank.
-        of_loss: what a loss of the user's asks for on this rank; None without one.
-        of_inputs: what the rank's stages read of samples; its columns are for a function on the first stage.
-        sequence_part: this rank among those that share a context-parallel rank's tokens outside of attention, and their number.
-    """
+    """Reads what a rank's stages need of a batch, and uploads it, by one copy. Its methods may be called in any thread."""
 
     uploader: Uploader
     context_parallel: ContextParallel = NOT_SHARED
-    reads_tokens: bool = True
-    rows_of: RowsOf | None = None
-    depths: int = 0
-    of_loss: LossColumns | None = None
+    reads_tokens: bool = True  # the rank has the first or the last stage
+    rows_of: RowsOf | None = None  # on a rank with labels, the rows of a chunk; None on other ranks
+    depths: int = 0  # of multi-token prediction on this rank
+    of_loss: LossColumns | None = None  # what a loss of the user's asks for on this rank; None without one
+    # What the rank's stages read of samples; its columns are for a function on the first stage
     of_inputs: InputColumns = OF_TOKENS
+    # This rank among those that share a context-parallel rank's tokens outside of attention, and their number
     sequence_part: tuple[int, int] = (0, 1)
 
     @property

@@ -22,35 +22,24 @@ Shapes = tuple[Microbatch, ...]
 
 
 class LocalShapes(NamedTuple):
-    """Microbatches of an iteration, as one rank has found them.
+    """Microbatches of an iteration, as one rank has found them."""
 
-    Attributes:
-        shapes: None if the caller has no data on this rank.
-        problem: error in finding them; empty if there was none.
-        position: of this rank in the pipeline.
-        num_bytes: of microbatches that this rank holds on its device during the iteration.
-    """
-
-    shapes: Shapes | None
-    problem: str
-    position: int
-    num_bytes: int = 0
+    shapes: Shapes | None  # None if the caller has no data on this rank
+    problem: str  # error in finding them; empty if there was none
+    position: int  # of this rank in the pipeline
+    num_bytes: int = 0  # of microbatches that this rank holds on its device during the iteration
     replica: int = 0
 
 
 class AgreedShapes(NamedTuple):
-    """Microbatches of an iteration, as all ranks that run the same plan know them.
+    """Microbatches of an iteration, as all ranks that run the same plan know them."""
 
-    Attributes:
-        shapes: where replicas that share experts have different ones, shapes with the most tokens and the most pairs of a query
-            and a key that any of them has.
-        num_bytes: of microbatches on the device throughout the iteration, per pipeline rank; the most of its replicas.
-        own: of this replica's microbatches; empty if they are `shapes`.
-    """
-
+    # Where replicas that share experts have different ones, shapes with the most tokens and the most pairs of a query and a key
+    # that any of them has
     shapes: Shapes
+    # Of microbatches on the device throughout the iteration, per pipeline rank; the most of its replicas
     num_bytes: tuple[int, ...]
-    own: Shapes = ()
+    own: Shapes = ()  # of this replica's microbatches; empty if they are `shapes`
 
     @property
     def here(self) -> Shapes:

@@ -61,19 +61,12 @@ _MOST_PLANS = 64
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
-    """This replica's plan of whole microbatches.
+    """This replica's plan of whole microbatches."""
 
-    Attributes:
-        plan: the plan, a chunk per microbatch.
-        order: the microbatch of every chunk.
-        actions: the lowered actions of this rank.
-        plan_digest: of the plan as it was made, for the microbatches that all replicas run it with.
-    """
-
-    plan: Plan
-    order: tuple[int, ...]
-    actions: tuple[Action, ...]
-    plan_digest: str
+    plan: Plan  # the plan, a chunk per microbatch
+    order: tuple[int, ...]  # the microbatch of every chunk
+    actions: tuple[Action, ...]  # the lowered actions of this rank
+    plan_digest: str  # of the plan as it was made, for the microbatches that all replicas run it with
     planning_us: float
 
     @property

@@ -61,27 +61,19 @@ def forget_casts(model: Any) -> None:
 
 
 class ChunkInputs(NamedTuple):
-    """Inputs of a rank's stages for one chunk: this context-parallel rank's part, on the device. None where no stage reads it.
+    """Inputs of a rank's stages for one chunk: its context-parallel part, on the device. None where no stage reads it."""
 
-    Attributes:
-        tokens, position_ids: int64 ``[1, tokens / ranks]``, see `ChunkArrays`; several axes of positions come first.
-        labels: int64 ``[1, tokens / ranks]``; `loss_mask` likewise, float32.
-        rows: int64 ``[rows]``, the tokens that pass the output layer; None for all.
-        ahead: ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction.
-        of_loss: inputs of a loss of the user's for the trained tokens that it gets.
-        of_inputs: inputs of a caller's function that makes input rows, of all tokens of the chunk.
-        routes: int16 ``[experts per token, rows]`` by number of layer: what routers replay, for the rows that they get; of all
-            layers in one tensor while they are uploaded.
-    """
-
+    # tokens, position_ids: int64 ``[1, tokens / ranks]``, see `ChunkArrays`; several axes of positions come first
     tokens: Tensor | None = None
     position_ids: Tensor | None = None
-    labels: Tensor | None = None
+    labels: Tensor | None = None  # int64 ``[1, tokens / ranks]``; `loss_mask` likewise, float32
     loss_mask: Tensor | None = None
-    rows: Tensor | None = None
-    ahead: AheadArrays | None = None
-    of_loss: TrainedTokens | None = None
-    of_inputs: InputArrays | None = None
+    rows: Tensor | None = None  # int64 ``[rows]``, the tokens that pass the output layer; None for all
+    ahead: AheadArrays | None = None  # ``[depths, 1, tokens / ranks]`` each, inputs of multi-token prediction
+    of_loss: TrainedTokens | None = None  # inputs of a loss of the user's for the trained tokens that it gets
+    of_inputs: InputArrays | None = None  # inputs of a caller's function that makes input rows, of all tokens of the chunk
+    # Int16 ``[experts per token, rows]`` by number of layer: what routers replay, for the rows that they get; of all layers in
+    # one tensor while they are uploaded
     routes: Mapping[int, Tensor] | Tensor | None = None
 
     @property

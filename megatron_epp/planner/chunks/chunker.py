@@ -23,19 +23,14 @@ sequence could ask for 20 times as many.
 
 @dataclass(frozen=True, slots=True)
 class Chunker:
-    """The facts of a batch that all its chunkings share.
-
-    Attributes:
-        line: forward and backward of the slowest stage, without the fixed part. It sets the pace, so chunks are balanced by it.
-        token_cap: most tokens of a chunk, a multiple of the padding.
-        span_us: time of a unit of spans' work; 0 where another stage than the first is the slowest.
-    """
+    """The facts of a batch that all its chunkings share."""
 
     problem: Problem
+    # Forward and backward of the slowest stage, without the fixed part. It sets the pace, so chunks are balanced by it.
     line: LinearTime
-    token_cap: int
+    token_cap: int  # most tokens of a chunk, a multiple of the padding
     total_us: float
-    span_us: float = 0.0
+    span_us: float = 0.0  # time of a unit of spans' work; 0 where another stage than the first is the slowest
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:

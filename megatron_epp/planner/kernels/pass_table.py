@@ -18,45 +18,38 @@ class PassTable(NamedTuple):
     """Times in microseconds and bytes of the passes of all stages, in the one shape that searches read, compiled or not.
 
     An item is a stage and a chunk, ``stage * num_chunks + chunk``. Columns without a note are of `passes.StagePasses`, by item.
-
-    Attributes:
-        num_items: items of the kind of action that has most sites; for all but added kinds, stages times chunks.
-        rank_of: by stage.
-        static: by rank, as in `Tables`.
-        num_layers, most: of the item's stage, and most recompute steps of the item.
-        first_way: of each item, where its ways to run begin: one for every number of recompute steps. Equal stages share them.
-        kept_bytes, again_us, whole, split, price: by way, as in `passes.Ways`.
-        dear_us: of the dearest step.
-        need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A
-            node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order, unless a
-            collective is between the two, which takes time there as well.
-        action_us: time of each node, of a backward without recompute and with its weight gradient.
-        added_takes, added_gives: bytes of added operations, by node behind the three common kinds.
     """
 
     num_stages: int
     num_chunks: int
-    num_items: int
-    rank_of: IntegerList
-    static: IntegerList
+    num_items: int  # items of the kind of action that has most sites; for all but added kinds, stages times chunks
+    rank_of: IntegerList  # by stage
+    static: IntegerList  # by rank, as in `Tables`
+    # num_layers, most: of the item's stage, and most recompute steps of the item
     num_layers: IntegerList
     most: IntegerList
+    # Of each item, where its ways to run begin: one for every number of recompute steps. Equal stages share them.
     first_way: IntegerList
+    # kept_bytes, again_us, whole, split, price: by way, as in `passes.Ways`
     kept_bytes: IntegerList
     again_us: FloatList
     whole: IntegerList
     split: IntegerList
     price: FloatList
-    dear_us: FloatList
+    dear_us: FloatList  # of the dearest step
     forward_alloc: IntegerList
     forward_free: IntegerList
     backward_residual: IntegerList
     weight_bytes: IntegerList
+    # need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A
+    # node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order, unless a collective is
+    # between the two, which takes time there as well.
     need_starts: IntegerList
     needs: IntegerList
     need_us: FloatList
-    action_us: FloatList
+    action_us: FloatList  # time of each node, of a backward without recompute and with its weight gradient
     saved_by_split_us: FloatList
+    # added_takes, added_gives: bytes of added operations, by node behind the three common kinds
     added_takes: IntegerList
     added_gives: IntegerList
 

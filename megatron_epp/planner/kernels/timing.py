@@ -23,23 +23,17 @@ class Room(NamedTuple):
 
 
 class CopyColumns(NamedTuple):
-    """Offloads and loads of every rank in their order; one runs at a time on a rank, and in either direction of a link.
+    """Offloads and loads of every rank in their order; one runs at a time on a rank, and in either direction of a link."""
 
-    Attributes:
-        items, is_load, time_us, starts: of each copy, rank by rank.
-        after: the index among the codes' actions whose end each waits for, or -1.
-        load_of: index of the load of each item among all copies, or -1.
-        links: of each rank, the link that it shares or has.
-        start_us, end_us, at, clock_us, lane_us: where `play` writes; the last, when either direction of a link is free.
-    """
-
+    # items, is_load, time_us, starts: of each copy, rank by rank
     items: IntegerList
     is_load: IntegerList
     time_us: FloatList
-    after: IntegerList
+    after: IntegerList  # the index among the codes' actions whose end each waits for, or -1
     starts: IntegerList
-    load_of: IntegerList
-    links: IntegerList
+    load_of: IntegerList  # index of the load of each item among all copies, or -1
+    links: IntegerList  # of each rank, the link that it shares or has
+    # start_us, end_us, at, clock_us, lane_us: where `play` writes; the last, when either direction of a link is free
     start_us: FloatList
     end_us: FloatList
     at: IntegerList

@@ -26,13 +26,9 @@ MARGINS = (0.0, 1.0)
 
 @dataclass(slots=True)
 class Effort:
-    """Size of the integer programs solved so far, which time follows; the same on every machine.
+    """Size of the integer programs solved so far, which time follows; the same on every machine."""
 
-    Attributes:
-        num_entries: coefficients that are not zero.
-    """
-
-    num_entries: int = 0
+    num_entries: int = 0  # coefficients that are not zero
 
 
 def diagonal_checkpoints(

@@ -63,15 +63,10 @@ def total(parts: Iterable[Linear | float]) -> Linear:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Result of a solve.
+    """Result of a solve."""
 
-    Attributes:
-        values: of every variable, or None where no solution was found in time.
-        bound: no solution has a smaller objective; infinite where there is none at all.
-    """
-
-    values: list[float] | None
-    bound: float
+    values: list[float] | None  # of every variable, or None where no solution was found in time
+    bound: float  # no solution has a smaller objective; infinite where there is none at all
 
 
 @dataclass(slots=True)

@@ -163,17 +163,11 @@ def _enter(contest: Contest, chunks: tuple[Chunk, ...], effort: Effort) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A complete 1F1B over some of the sequences.
+    """A complete 1F1B over some of the sequences."""
 
-    Attributes:
-        order: of every rank.
-        recompute_steps: recomputed, ``[stage][chunk]`` of the whole table; zero for the chunks of other pipelines.
-        cost_us: start-up and recompute, as the paper estimates them (Equation 13).
-    """
-
-    order: Order
-    recompute_steps: RecomputeSteps
-    cost_us: float
+    order: Order  # of every rank
+    recompute_steps: RecomputeSteps  # recomputed, ``[stage][chunk]`` of the whole table; zero for the chunks of other pipelines
+    cost_us: float  # start-up and recompute, as the paper estimates them (Equation 13)
 
 
 class Grouping:

@@ -20,28 +20,18 @@ from megatron_epp.plan.flags import GATED_DELTA_NET
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """A kind of layers that runs in slices.
-
-    Attributes:
-        carries: what slices of a sequence hand on in such a layer; empty for nothing.
-        symbol: in hybrid patterns; empty for none.
-        flags: of Megatron's that plans cannot honour with such layers.
-        asked: True for flags that ask for such layers in a way that may be refused.
-        problems: yields why, from these flags, a line each.
-        is_of: True for a module that `adopt` changes.
-        mixes_tokens: these modules do, without core attention.
-        adopt: target that changes such layers of a model chunk that Megatron has built, ahead of data parallelism.
-    """
+    """A kind of layers that runs in slices."""
 
     name: str
-    carries: str = ""
-    symbol: str = ""
-    flags: tuple[Rule, ...] = ()
+    carries: str = ""  # what slices of a sequence hand on in such a layer; empty for nothing
+    symbol: str = ""  # in hybrid patterns; empty for none
+    flags: tuple[Rule, ...] = ()  # of Megatron's that plans cannot honour with such layers
+    # True for flags that ask for such layers in a way that may be refused
     asked: Callable[[argparse.Namespace], object] = lambda args: False
-    problems: Callable[[argparse.Namespace], Iterator[str]] | None = None
-    is_of: Callable[[Any], bool] = lambda module: False
-    mixes_tokens: bool = False
-    adopt: str = ""
+    problems: Callable[[argparse.Namespace], Iterator[str]] | None = None  # yields why, from these flags, a line each
+    is_of: Callable[[Any], bool] = lambda module: False  # True for a module that `adopt` changes
+    mixes_tokens: bool = False  # these modules do, without core attention
+    adopt: str = ""  # target that changes such layers of a model chunk that Megatron has built, ahead of data parallelism
 
 
 def adopt_layers(model: Any, args: argparse.Namespace) -> None:
