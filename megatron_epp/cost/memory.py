@@ -74,13 +74,21 @@ KEPT_CAP_SLACK_BYTES = 2 * _CAP_STEP_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Static:
-    """Bytes that a stage holds throughout."""
+    """Bytes that a stage holds throughout.
 
-    weights: int = 0  # as the model computes with them
-    gradients: int = 0  # the buffers in which gradients are accumulated and from which data-parallel ranks reduce them
-    optimizer: int = 0  # its states and its copy of the weights
-    buffers: int = 0  # new gradients of weights before they are added to their buffers, or placeholders for these
-    microbatches: int = 0  # a caller's microbatches on the device, taken from its iterators before an iteration or ahead of it
+    Attributes:
+        weights: as the model computes with them.
+        gradients: the buffers in which gradients are accumulated and from which data-parallel ranks reduce them.
+        optimizer: its states and its copy of the weights.
+        buffers: new gradients of weights before they are added to their buffers, or placeholders for these.
+        microbatches: a caller's microbatches on the device, taken from its iterators before an iteration or ahead of it.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    microbatches: int = 0
 
     @property
     def num_bytes(self) -> int:

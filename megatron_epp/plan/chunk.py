@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -85,28 +84,6 @@ class Chunk:
         if self.slice_of(lengths) is None:
             return "batched"
         return "split" if len(self.segments) == 1 else "hybrid"
-
-
-def readers_of(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed]) -> tuple[Counter[Segment], dict[Segment, int]]:
-    """Count the segments whose queries read each segment's tokens, and say in which chunk the last of them is."""
-    held: dict[int, list[Segment]] = {}
-    for segment in sorted(segment for chunk in chunks for segment in chunk.segments):
-        held.setdefault(segment.sequence, []).append(segment)
-    readers, last = Counter[Segment](), dict[Segment, int]()
-    for c, chunk in enumerate(chunks):
-        for sequence, start, _ in chunk.segments:
-            for part, _ in ahead_of(sequence, start, held, borrowed):
-                readers[part] += 1
-                last[part] = c
-    return readers, last
-
-
-def ahead_of(
-    sequence: int, start: int, held: Mapping[int, Sequence[Segment]], borrowed: Sequence[Borrowed]
-) -> Iterator[tuple[Segment, int]]:
-    """Yield the segments with a sequence's tokens up to `start`, and up to which token of each; `held` are all, ascending."""
-    for holder, first, stop in path_of(sequence, start, borrowed):
-        yield from ((part, min(part.end, stop)) for part in held.get(holder, ()) if part.start < stop and part.end > first)
 
 
 @dataclass(frozen=True, slots=True)

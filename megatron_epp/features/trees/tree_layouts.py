@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_epp.features.trees.readers import ahead_of
 from megatron_epp.features.trees.tree_cache import Node, Piece, TreeCache, TreeView
 from megatron_epp.plan import Plan, Segment
-from megatron_epp.plan.chunk import ahead_of
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkLayout
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, work_of
+from megatron_epp.features.trees.readers import readers_of
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.plan.chunk import Borrowed, readers_of
+from megatron_epp.plan.chunk import Borrowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

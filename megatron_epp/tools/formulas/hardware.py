@@ -90,29 +90,49 @@ def _fit(rates: tuple[int, ...]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Rates of one rank, and the fixed costs that each pass adds."""
+    """Rates of one rank, and the fixed costs that each pass adds.
 
-    name: str  # for the plan's record
-    linear_flops: float  # per second in the matrix products with weights
-    # attention_forward_flops, attention_backward_flops: per second in attention, counting only the pairs inside the mask
+    Attributes:
+        name: for the plan's record.
+        linear_flops: per second in the matrix products with weights.
+        fp8_speedup: rate of products in FP8 over that, casts included; 1 without such products, or if unknown.
+        attention_forward_flops: per second in attention, counting only the pairs inside the mask.
+        attention_backward_flops: the same, backward.
+        memory_bytes: per second moved by norms, activations and residual additions.
+        layer_overhead_us: fixed time of one layer and pass on the device.
+        launch_forward_us: time in which the host launches a layer's forward, which takes no less; 0 where the host computes.
+        launch_backward_us: the same, backward.
+        message_latency_us: of a message between stages.
+        message_bytes: per second between stages.
+        saturation_tokens: tokens of a chunk whose matrix products run at half of `linear_flops`.
+        attention_tile: tokens of a tile of attention's pairs.
+        attention_kernel: cudnn, flash-attention-2 or flash-attention-3, whose rates on an H100 replace those of attention.
+        exchange_bytes: per second among the ranks that share a layer, inside a node.
+        devices_per_node: neighbours that exchange so; with all others a rank exchanges at `message_bytes`. No limit by default.
+        host_latency_us: of a copy between device and host.
+        host_bytes: per second between device and host, either way; 0 where there is no such link.
+        host_sharing: devices in a row of a node that share that link.
+    """
+
+    name: str
+    linear_flops: float
     attention_forward_flops: float
     attention_backward_flops: float
-    memory_bytes: float  # per second moved by norms, activations and residual additions
-    layer_overhead_us: float  # fixed time of one layer and pass on the device
-    message_latency_us: float  # of a message between stages
-    message_bytes: float  # per second between stages
-    saturation_tokens: float = 0.0  # tokens of a chunk whose matrix products run at half of `linear_flops`
-    attention_tile: float = 0.0  # tokens of a tile of attention's pairs
-    attention_kernel: str = ""  # cudnn, flash-attention-2 or flash-attention-3, whose rates on an H100 take the place of these
-    # launch_forward_us, launch_backward_us: of the host to launch a layer's pass, which takes no less; 0 where it computes
+    memory_bytes: float
+    layer_overhead_us: float
+    message_latency_us: float
+    message_bytes: float
+    saturation_tokens: float = 0.0
+    attention_tile: float = 0.0
+    attention_kernel: str = ""
     launch_forward_us: float = 0.0
     launch_backward_us: float = 0.0
-    exchange_bytes: float = math.inf  # per second among the ranks that share a layer, inside a node
-    devices_per_node: float = math.inf  # neighbours that exchange so; with all others a rank exchanges at `message_bytes`
-    host_latency_us: float = 0.0  # of a copy between device and host
-    host_bytes: float = 0.0  # per second between device and host, either way; 0 where there is no such link
-    host_sharing: int = 1  # devices in a row of a node that share that link
-    fp8_speedup: float = 1.0  # rate of products in FP8 over `linear_flops`, casts included; 1 without, or if unknown
+    exchange_bytes: float = math.inf
+    devices_per_node: float = math.inf
+    host_latency_us: float = 0.0
+    host_bytes: float = 0.0
+    host_sharing: int = 1
+    fp8_speedup: float = 1.0
 
     def attention_speed(self, channels: float) -> Speed:
         """Rates of attention for heads of so many channels."""
