@@ -245,8 +245,7 @@ def test_activations_do_not_grow_with_the_sequence_but_caches_and_layer_inputs_d
     inputs = STAGE.num_layers * STAGE.layers.input_bytes_per_token
     extra, cache = STAGE.ends_bytes_per_token, STAGE.num_layers * STAGE.kv.bytes_per_token
     least = STAGE.static_bytes + size * kept + (length - size) * inputs + length * (extra + 2 * cache)
-    asked = problem((length,), 1, int(least) + chunks + 3)
-    made = plan(asked, COSTS, Options(planner="chunkflow", chunk_tokens=size))
+    made = plan(problem((length,), 1, int(least) + chunks + 3), COSTS, Options(planner="chunkflow", chunk_tokens=size))
     assert retained(made, 0) == 1
     # The gradient of keys and values comes layer by layer, as the last chunk's activations go.
     assert least - length * cache <= made.predicted.peak_bytes[0] <= least + chunks + 3

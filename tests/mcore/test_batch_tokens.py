@@ -53,8 +53,7 @@ def test_samples_are_counted_and_a_resumed_run_goes_on_exactly(tmp_path: Path) -
 def test_with_equal_lengths_it_trains_as_with_as_many_sequences(tmp_path: Path) -> None:
     data = write_documents(tmp_path / "data", [16] * 20, 120)
     by_tokens = run(tmp_path / "tokens", data, "--epp-batch-tokens", 8 * 16 + 15, "--global-batch-size", 2, iterations=3)
-    by_count = run(tmp_path / "count", data, "--global-batch-size", 8, iterations=3)
-    assert by_tokens == by_count
+    assert by_tokens == run(tmp_path / "count", data, "--global-batch-size", 8, iterations=3)
 
 
 def test_a_weighted_blend_has_sequences_for_all_batches(tmp_path: Path) -> None:
@@ -83,8 +82,7 @@ def test_only_trained_tokens_pass_the_output_layer(tmp_path: Path, block_tokens:
 
 def test_a_model_that_gathers_its_logits_trains_as_one_that_does_not(tmp_path: Path) -> None:
     """Megatron's loss of whole logits is that of a shard plus the logarithm of the ranks."""
-    data = write_documents(tmp_path / "data", LENGTHS, 120)
-    flags = [*FLAGS, "--data-path", data, "--tensor-model-parallel-size", 2]
+    flags = [*FLAGS, "--data-path", write_documents(tmp_path / "data", LENGTHS, 120), "--tensor-model-parallel-size", 2]
     run = partial(train, tmp_path / "run", 2, *flags, iterations=1, tiny=TINY_ON_DOCUMENTS)
     shards, gathered = run(), run(change="gathered")
     assert (gathered.steps, gathered.weights) == (shards.steps, shards.weights)

@@ -122,5 +122,4 @@ def test_megatrons_own_samples_train_as_without_epp_and_a_run_goes_on_from_its_c
     assert len(expected) > 0
     assert [*map(float, validated)] == pytest.approx([*map(float, expected)], rel=1e-5)
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = run(*stream, "--load", saved)
-    assert resumed.steps == {3: pytest.approx(stock.steps[3], rel=1e-5)}
+    assert run(*stream, "--load", saved).steps == {3: pytest.approx(stock.steps[3], rel=1e-5)}

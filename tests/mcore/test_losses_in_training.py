@@ -200,6 +200,5 @@ def test_the_loss_that_the_documentation_writes_is_one():
     exec(re.search(r"```python\n(from dataclasses.*?)```", page, re.DOTALL)[1], found)
     loss = found["WeightedLikelihood"]()
     logprobs, weight = torch.tensor([-1.0, -3.0, -5.0]), {"weight": torch.tensor([2.0, 2.0, 1.0])}
-    rows = Rows(logprobs, torch.ones(3), weight, None, torch.tensor([0, 0, 1]), 3)
-    total, logged = loss(rows)
+    total, logged = loss(Rows(logprobs, torch.ones(3), weight, None, torch.tensor([0, 0, 1]), 3))
     assert (float(total), float(logged["mean log-probability"])) == (2 * 2 + 5, -2 - 5)

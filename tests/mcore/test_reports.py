@@ -180,8 +180,7 @@ TRAINING = CHOOSING + shlex.split(
 
 
 def test_a_resumed_run_plans_by_the_learnt_costs_from_its_first_batch(tmp_path: Path) -> None:
-    lengths = long_tailed_lengths(80, 64)
-    data = write_pair(tmp_path / "documents", documents_of(lengths, vocab_size=255))
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(80, 64), vocab_size=255))
     kept = tmp_path / "checkpoints"
 
     def train(iterations: int, *flags: object) -> str:

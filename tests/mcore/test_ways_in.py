@@ -38,8 +38,7 @@ class Reference:
 
 
 def epp_flags(folder: Path, stages: int) -> list[object]:
-    lengths = long_tailed_lengths(64, longest=33)
-    prefix = write_pair(folder / "text", documents_of(lengths, vocab_size=127))
+    prefix = write_pair(folder / "text", documents_of(long_tailed_lengths(64, longest=33), vocab_size=127))
     flags = ["--train-iters", 2, "--pipeline-model-parallel-size", stages, "--data-path", prefix, "--epp-lookahead", 3]
     return [*PLANNED, *flags, "--lr", 1e-2]  # so that one step counts for more than the batch
 

@@ -133,8 +133,7 @@ def test_the_error_of_formulas_is_told_as_a_ratio():
             stage = stage.with_lines(name, *(line.scaled(2) for line in stage.lines(name)))
         return stage
 
-    twice = replace(FORMULAS, stages=tuple(map(slower, FORMULAS.stages)))
-    found = deviation(FORMULAS, twice, SOME)
+    found = deviation(FORMULAS, replace(FORMULAS, stages=tuple(map(slower, FORMULAS.stages))), SOME)
     assert found[:3] == pytest.approx((2.0, 2.0, 2.0))
     assert (found[3:], str(found)) == ((None, None), "2.00 of the time by formulas (stages 2.00 to 2.00)")
 

@@ -34,8 +34,7 @@ def test_flags_follow_our_script_or_that_of_the_user(tmp_path):
     assert option(ours, "--nproc-per-node") == "2"
     script = tmp_path / "pretrain_gpt.py"
     script.touch()
-    theirs = command_of(Launch(script=str(script)), ["--epp"], 1)
-    assert theirs[-4:] == ["-m", "megatron_epp.run", str(script), "--epp"]
+    assert command_of(Launch(script=str(script)), ["--epp"], 1)[-4:] == ["-m", "megatron_epp.run", str(script), "--epp"]
 
 
 def test_a_single_node_starts_by_itself_and_several_at_the_first_one():

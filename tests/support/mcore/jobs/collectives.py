@@ -61,8 +61,7 @@ def note_collectives():
         strange = [(name, ranks(group)) for name, group in seen if group not in known and len(ranks(group)) > 1]
         used = [ranks(group) for group in in_use if group in [group for _, group in seen]]
         record = {"strange": strange, "used": used, "in_use": [ranks(group) for group in in_use]}
-        path = Path(ours.args.epp_report_dir, f"rank{dist.get_rank()}.json")
-        path.write_text(json.dumps(record))
+        Path(ours.args.epp_report_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(record))
         return answer
 
     training.train_step = train_step

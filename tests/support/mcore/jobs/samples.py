@@ -185,8 +185,7 @@ def bad() -> dict[str, Any]:
     for parameter in parameters:
         parameter.requires_grad_(False)
     schedule(model=loop.models, samples=samples)
-    trains = min(report.divisor, shorter.divisor) > 0
-    return {"said": said, "trains": trains, "logged": logged, "rank": dist.get_rank()}
+    return {"said": said, "trains": min(report.divisor, shorter.divisor) > 0, "logged": logged, "rank": dist.get_rank()}
 
 
 def calls(replicas: int = 1, per_token: bool = True, distributed: bool = False, overlaps: bool = False) -> dict[str, Any]:
