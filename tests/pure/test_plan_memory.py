@@ -1,4 +1,4 @@
-"""Memory besides that of steps: messages in flight, keys, values, what the host has; and its breakdown, as all that count it do."""
+"""Memory besides that of steps: messages in flight, keys, values, what the host has; and its breakdown into items."""
 
 import random
 from dataclasses import replace
