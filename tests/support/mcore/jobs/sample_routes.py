@@ -1,4 +1,4 @@
-"""Jobs of `test_sample_routes.py`: samples with routes in slices, and whole by Megatron's own replay of the same routes."""
+"""Jobs of `test_losses_in_training.py`: samples with routes in slices, and whole by Megatron's replay of the same routes."""
 
 import re
 from collections.abc import Mapping
