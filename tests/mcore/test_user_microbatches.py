@@ -371,7 +371,7 @@ def test_replicas_that_share_experts_train_microbatches_of_their_own_lengths_in_
 def test_routes_that_routers_replay_are_those_of_their_microbatches_in_the_given_order(
     stages: int, lengths: tuple[int, ...]
 ) -> None:
-    ranks = of_ranks(job(2, "router_replay:replayed", stages=stages, lengths=lengths))
+    ranks = of_ranks(job(2, "config_functions:replayed", stages=stages, lengths=lengths))
     assert len(ranks) == 2
     for rank in ranks:
         said = "a plan cannot honour moe_enable_routing_replay=True (microbatches must run in their own order"

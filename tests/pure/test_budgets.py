@@ -25,7 +25,7 @@ PROGRAMS = {
     "command line": (("tools.cli.main",), 4_000),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 59_500, "megatron_epp/contrib": 6_080, "tests": 51_460, "scripts": 9_820}
+FOLDERS = {"megatron_epp": 59_500, "megatron_epp/contrib": 6_080, "tests": 50_730, "scripts": 9_820}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 
