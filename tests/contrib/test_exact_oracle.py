@@ -1,6 +1,7 @@
-"""The oracle against every order and recompute of tiny cases, the greedy planner on small ones, and formulas of optima."""
+"""The oracle against every order and recompute of tiny cases and formulas; greedy plans, as the exact planner refines them."""
 
 import itertools
+import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -8,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.contrib.exact import oracle as exact
 from megatron_epp.contrib.exact.oracle import TOLERANCE, Proven, oracle
+from megatron_epp.contrib.exact.refine import MOST_CHUNKS, milp
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import Costs, PipelineCosts
 from megatron_epp.cost.work import LinearTime
@@ -24,8 +27,9 @@ from megatron_epp.planner.order import Order
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.result import greedy
 from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.tools.formulas import H100, analytic_profile, library
 from scripts.bench.orders.unit import TOKENS, Unit
-from tests.support.plan.planner_cases import GIB, pipeline, problem
+from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem
 from tests.support.plan.stages import stage_of
 from tests.support.seeds import some_by_default
 
@@ -33,8 +37,7 @@ from tests.support.seeds import some_by_default
 def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:
     """Two stages of one layer and three chunks of odd sizes, sliced or not."""
     draw = random.Random(seed)
-    cuts = draw.choice([(1, 1, 1), (2, 1), (3,)])
-    sizes = [[draw.randint(2, 20) for _ in range(count)] for count in cuts]
+    sizes = [[draw.randint(2, 20) for _ in range(count)] for count in draw.choice([(1, 1, 1), (2, 1), (3,)])]
     chunks = tuple(
         Chunk((Segment(q, start, end),))
         for q, row in enumerate(sizes)
@@ -245,5 +248,104 @@ def test_no_order_of_several_stages_per_rank_is_faster_with_its_memory(name: str
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 3)])
 def test_memory_for_one_microbatch_runs_one_after_the_other(p: int, m: int):
     """Rank 0 keeps a microbatch from its forward to its weight gradient, 2 p + 1 units later."""
-    unit = Unit("zb-h1", p, m)
-    assert best(unit, 1, WEIGHTS).makespan_us / TOKENS == m * (2 * p + 1)
+    assert best(Unit("zb-h1", p, m), 1, WEIGHTS).makespan_us / TOKENS == m * (2 * p + 1)
+
+
+LONG_AND_SHORT = (9000, 700, 16_000)
+COSTS = pipeline(2, 2)
+OPTIONS = Options(planner="milp", slices=2, plan_limit_s=20)
+
+
+def shared(tensor_parallel: int, shares: tuple[float, ...] = ()) -> PipelineCosts:
+    """Return costs of two stages whose layers some ranks share, and the output layer the stages, by these shares."""
+    shape = library.shape_of(
+        library.load_flags("llama3-8b") | {"num_layers": 16, "tensor_model_parallel_size": tensor_parallel}
+    )
+    return analytic_profile(shape, H100).costs([8, 8], state_bytes_per_parameter=7.5, vocabulary_shares=shares)
+
+
+def test_what_only_offload_makes_fit_is_refined_too():
+    costs, options = pipeline(2), replace(OPTIONS, offload=True, slices=8, plan_limit_s=1)
+    with pytest.raises(InfeasibleError) as error:
+        plan(problem([60_000], 2, 1), costs, replace(options, offload=False, planner="greedy"))
+    asked = problem([60_000], 2, int(0.9 * (error.value.least_cap_bytes or 0)))
+    found, start = milp(asked, costs, options), greedy(asked, costs, options)
+    assert len(found.chunks) <= MOST_CHUNKS
+    assert any(found.copies)
+    made, before = (build_plan(asked, costs, options, one) for one in (found, start))
+    assert check(made) == []
+    assert made.predicted.makespan_us <= before.predicted.makespan_us
+
+
+def test_a_fixed_recompute_is_kept():
+    made = milp(problem(LONG_AND_SHORT, 2), COSTS, replace(OPTIONS, recompute=1, plan_limit_s=5))
+    assert {num_steps for row in made.recompute_steps for num_steps in row} == {1}
+
+
+STAYING = {
+    "more than 16 chunks": (problem((4000,) * (MOST_CHUNKS + 1), 2), COSTS, OPTIONS),
+    "evaluations": (problem(LONG_AND_SHORT, 2, forward_only=True), COSTS, OPTIONS),
+}
+
+
+@pytest.mark.parametrize("why", STAYING)
+def test_what_the_exact_planner_does_not_know_stays_as_greedy_plans_it_and_a_line_says_why(
+    why: str, caplog: pytest.LogCaptureFixture
+):
+    asked, costs, options = STAYING[why]
+    with caplog.at_level(logging.INFO):
+        made = milp(asked, costs, options)
+    assert made == greedy(asked, costs, options)
+    (said,) = caplog.messages
+    assert said.startswith("the plan is greedy's, the exact planner looks for no better one: ")
+    assert why in said
+
+
+SHARDED, EXCHANGING = shared(2, (0.5, 0.5)), shared(8)
+
+
+@some_by_default("split", [True, False], 1)
+def test_shards_of_the_vocabulary_are_refined(split: bool):
+    asked = problem((12_000, 4000, 2000, 500), 2)
+    options = Options(chunk_tokens=9500, split_weight=split, plan_limit_s=20)
+    start, like = greedy(asked, SHARDED, options), milp(asked, SHARDED, options)
+    assert {action.op for row in like.order for action in row} >= {Op.S, Op.N, Op.T}
+    assert check(build_plan(asked, SHARDED, options, like)) == []
+    times_us = [exact.makespan_us(asked, SHARDED, options, one) for one in (like, start)]
+    assert times_us[0] < times_us[1]
+
+
+def test_neighbours_in_a_refined_order_are_joined_where_exchanges_are_overlapped(caplog: pytest.LogCaptureFixture):
+    asked, options = problem((4096,) * 6, 2), Options(slices=1, chunk_tokens=4096, overlap_exchanges=True, plan_limit_s=5)
+    start = greedy(asked, EXCHANGING, options)
+    with caplog.at_level(logging.INFO):
+        made = milp(asked, EXCHANGING, options)
+    assert made.joined
+    assert "greedy's" not in caplog.text
+    assert check(build_plan(asked, EXCHANGING, options, made)) == []
+    assert exact.makespan_us(asked, EXCHANGING, options, made) <= exact.makespan_us(asked, EXCHANGING, options, start)
+
+
+def test_under_a_cap_a_batch_is_refined_also_without_exchanges_to_overlap(caplog: pytest.LogCaptureFixture):
+    lengths = (16_000, 9000, 3000, 700)
+    asked = problem(lengths, 2, int(1.02 * least_cap_bytes(problem(lengths, 2), COSTS, Options(slices=2))))  # above the least
+    options = replace(OPTIONS, overlap_exchanges=True)
+    with caplog.at_level(logging.INFO):
+        made = milp(asked, COSTS, options)
+    assert made == milp(asked, COSTS, OPTIONS)
+    assert check(build_plan(asked, COSTS, options, made)) == []
+    refined_us, greedy_us = (exact.makespan_us(asked, COSTS, options, one) for one in (made, greedy(asked, COSTS, options)))
+    assert refined_us < 0.999 * greedy_us
+    assert "greedy's" not in caplog.text
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 1, 0)], ids=["looped", "v"])
+def test_several_stages_on_a_rank_are_refined(placement: tuple[int, ...]):
+    asked = replace(problem(LONG_AND_SHORT, 4), placement=placement, cap_bytes=(1 << 40,) * 2)
+    costs = pipeline(4, 2)
+    options = replace(OPTIONS, split_weight=True, plan_limit_s=2)
+    made, before = (
+        build_plan(asked, costs, options, one) for one in (milp(asked, costs, options), greedy(asked, costs, options))
+    )
+    assert check(made) == []
+    assert made.predicted.makespan_us <= before.predicted.makespan_us

@@ -1,17 +1,21 @@
-"""Two actions of a step take turns at the exchanges of their layers: their results, time and bytes, and what is refused."""
+"""Two actions of a step take turns at the exchanges of their layers: when, their results, time, bytes, and what is refused."""
 
 import contextlib
+import logging
 import threading
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings
 
-from megatron_epp.contrib.overlap import turns
+from megatron_epp.contrib.overlap import exchanges, turns
 from megatron_epp.contrib.overlap.joined import Passing, joined_us
-from megatron_epp.contrib.overlap.turns import Collective, StepsOfTwo, exchanges_of, run_together
+from megatron_epp.contrib.overlap.turns import Collective, PairRunner, StepsOfTwo, Turns, exchanges_of, run_together
 from megatron_epp.cost.blocks import LAYER
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.features.slow_stages.stage_watch import ITERATIONS, SlowStages
@@ -341,3 +345,61 @@ def test_actions_that_take_turns_last_longer_and_make_no_stage_slow():
     for _ in range(ITERATIONS):
         slow.add(made, 0, [(action, 2 * time_us) for action, time_us in times])
     assert slow.slow == {0: 2.0, 3: 2.0}
+
+
+ARGUMENTS = {
+    "tensor_model_parallel_size": 2, "num_experts": None, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "tp_comm_overlap": False, "timing_log_level": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges._say.cache_clear()
+    monkeypatch.setattr(exchanges.mpu, "get_tensor_model_parallel_group", lambda: "group")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
+def found(name: str = "stp", **changes: Any) -> PairRunner | None:
+    run = Namespace(rank=0, args=Namespace(**(ARGUMENTS | changes)))
+    with exchanges.Overlap(run).running(Unit(name, 2, 5).plan(), None, None, {}) as handlers:
+        return next((handler.__self__._run_pair for handler in handlers.values()), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tensor_model_parallel_size": 1}, "no exchange"),
+        ({"num_experts": 4}, "layers with experts"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),
+        ({"attention_dropout": 0.2}, "--attention-dropout 0.2"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"timing_log_level": 2}, "--timing-log-level 2"),
+        ({"nvtx_ranges": True}, "--nvtx-ranges"),
+    ],
+)
+def test_where_two_actions_cannot_take_turns_the_reason_is_logged_once(
+    changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert [found(**changes), found(**changes)] == [None, None]
+    (record,) = caplog.records
+    assert "run one after the other" in record.message
+    assert reason in record.message
+
+
+def test_plans_without_steps_of_two_actions_have_nothing_to_take_turns_at(caplog: pytest.LogCaptureFixture) -> None:
+    assert found("zb-v") is None
+    assert caplog.records == []
+
+
+def test_torch_and_megatron_are_as_they_were_after_a_step() -> None:
+    runner, before = found(), (dist.all_reduce, mappings.dist_all_gather_func)
+    assert isinstance(runner, partial)
+    with runner.keywords["exchanges"](Turns()):
+        assert dist.all_reduce is not before[0]
+        assert mappings.dist_all_gather_func is not before[1]
+        with get_cuda_rng_tracker().fork("no such state"):
+            pass
+    assert (dist.all_reduce, mappings.dist_all_gather_func) == before
+    assert "fork" not in vars(get_cuda_rng_tracker())

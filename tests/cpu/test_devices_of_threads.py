@@ -1,4 +1,4 @@
-"""Every thread that the package starts uses its rank's device, or none."""
+"""Threads and cores: each thread uses its rank's device or none, works in order, and ends; measured ranks have a core each."""
 
 import ast
 import threading
@@ -18,6 +18,7 @@ from megatron_epp.runtime.lowered import prepare
 from megatron_epp.runtime.side_thread import SideStream, SideThread
 from megatron_epp.runtime.watchdog import Watchdog
 from tests.pure.test_layers import PURE
+from tests.support.calls import run_python
 from tests.support.runtime.device_audit import Audit, Event, run, uploader
 from tests.support.runtime.runtime_plans import offloading, two_ranks, v_shape_split
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
@@ -99,3 +100,51 @@ def test_a_batch_that_is_prepared_ahead_is_uploaded_to_the_ranks_device(audit, m
     assert "record_event" in audit.seen[thread]
     run(audit, plan, 0, program=program)
     assert audit.faults == []
+
+
+ENDLESS = """
+from time import sleep
+from megatron_epp.runtime.side_thread import SideThread
+SideThread().start(lambda: sleep(1000))
+raise SystemExit(3)
+"""
+
+
+def test_work_runs_in_the_order_in_which_it_was_given():
+    thread, ran = SideThread(), []
+    waits = [thread.start(lambda number=number: ran.append(number)) for number in range(20)]
+    waits[-1]()
+    assert ran == list(range(20))
+
+
+def test_an_error_is_raised_where_the_result_is_waited_for_and_later_work_still_runs():
+    thread, ran = SideThread(), []
+    failed = thread.start(lambda: int("no number"))
+    later = thread.start(lambda: ran.append(1))
+    with pytest.raises(ValueError, match="no number"):
+        failed()
+    later()
+    assert ran == [1]
+
+
+def test_a_process_ends_though_its_work_never_does():
+    assert run_python(ENDLESS).returncode == 3
+
+
+PROGRAM = """
+import os
+from megatron_epp.mcore.pinned import pin
+
+cores = os.sched_getaffinity(0)
+pin(1)
+assert os.sched_getaffinity(0) == {sorted(cores)[1 % len(cores)]}
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os._exit(os.sched_getaffinity(0) != cores)
+"""
+
+
+def test_a_pinned_rank_has_one_core_and_what_it_forks_has_all():
+    done = run_python(PROGRAM)
+    assert done.returncode == 0, done.stderr

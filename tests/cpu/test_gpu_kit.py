@@ -96,10 +96,7 @@ def test_it_goes_on_when_a_command_fails_or_takes_too_long_and_reports_each(kit,
 
 
 def test_the_parts_run_reduced_and_a_part_that_fails_says_so(monkeypatch, tmp_path):
-    def copies(unit):
-        return 1 / 0
-
-    monkeypatch.setitem(bench.PARTS, "copies", copies)
+    monkeypatch.setitem(bench.PARTS, "copies", lambda unit: 1 / 0)
     monkeypatch.setitem(bench._UNITS, "copies", 1)
     assert bench.BENCH.main(["--reduced", "--only", "executor,copies", "-o", str(tmp_path)]) == 1
     executor, failed = json.loads((tmp_path / "report.json").read_text())["rows"]

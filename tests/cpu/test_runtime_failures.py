@@ -1,6 +1,7 @@
 """No rank is left hanging: what fails or hangs on one ends all, and says where."""
 
 import threading
+from queue import Queue
 
 import pytest
 from torch.distributed import HashStore
@@ -10,7 +11,7 @@ from megatron_epp.runtime import failures
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.lowered import executor_of
 from megatron_epp.runtime.watchdog import EXIT_CODE, Watchdog
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.plain_stage import PlainStage, stages_of
 from tests.support.runtime.rank_processes import run_until_exit
 from tests.support.runtime.runtime_plans import SLICED_THEN_WHOLE, by_hand, planned, two_ranks
 
@@ -45,10 +46,9 @@ def hang():
 
 def run_with_fault(rank, links, plan, faulty_rank, action, fault, limit_s=None):
     """Run a plan with one stage per rank; the fault is in `action` of `faulty_rank`, which nothing watches."""
-    action = action if rank == faulty_rank else None
-    stage = FaultyStage(build_part(plan.num_layers, rank), batch_of(plan), action, fault)
+    stages = stages_of(plan, rank, FaultyStage, action=action if rank == faulty_rank else None, fault=fault)
     watchdog = Watchdog(limit_s) if limit_s is not None and rank != faulty_rank else None
-    executor_of(plan, rank, {rank: stage}, links, watchdog=watchdog).run()
+    executor_of(plan, rank, stages, links, watchdog=watchdog).run()
 
 
 LIMIT_S = 4
@@ -68,8 +68,7 @@ def test_an_error_on_one_rank_ends_all_with_the_action_the_rank_and_the_grid(tmp
 
 
 def test_a_rank_that_has_all_it_needs_is_not_disturbed_by_another_ranks_error(tmp_path):
-    ended = run_until_exit(2, tmp_path, run_with_fault, two_ranks(), 0, "B2", fail)
-    assert [rank.exit_code for rank in ended] == [1, 0]
+    assert [rank.exit_code for rank in run_until_exit(2, tmp_path, run_with_fault, two_ranks(), 0, "B2", fail)] == [1, 0]
 
 
 def test_a_rank_that_waits_too_long_says_for_what_and_ends(tmp_path):
@@ -96,9 +95,7 @@ def boards() -> list[FailureBoard]:
     return [FailureBoard(store, rank, 3) for rank in range(3)]
 
 
-def test_the_first_failure_is_told_to_all_others_and_to_them_alone(
-    boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_failure_is_told_to_all_others_and_to_them_alone(boards: list[FailureBoard], monkeypatch) -> None:
     monkeypatch.setattr(failures, "PATIENCE_S", 0.0)
     assert [board.cause() for board in boards] == ["", "", ""]
     boards[1].tell("no image")
@@ -127,16 +124,11 @@ def test_a_job_of_one_rank_or_without_a_store_tells_nobody() -> None:
 
 
 def test_a_watchdog_ends_its_process_once_another_rank_has_failed(boards: list[FailureBoard]) -> None:
-    ended, said = threading.Event(), []
-
-    def end(text: str) -> None:
-        said.append(text)
-        ended.set()
-
-    with Watchdog(0.1, end, boards[2]).watch(lambda: "waiting", progress=lambda: None):
+    said = Queue[str]()
+    with Watchdog(0.1, said.put, boards[2]).watch(lambda: "waiting", progress=lambda: None):
         boards[0]._store.compare_set("failed", "", "rank 0 failed: no image")
-        assert ended.wait(10)
-    assert said == ["rank 2 ends, since rank 0 failed: no image"]
+        assert said.get(timeout=10) == "rank 2 ends, since rank 0 failed: no image"
+    assert said.empty()
 
 
 def test_a_large_job_asks_its_store_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

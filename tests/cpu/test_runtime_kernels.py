@@ -125,8 +125,7 @@ def test_offsets_within_a_window_need_no_other_copy_from_the_host():
 def test_strided_queries_keys_and_values_are_read_rightly():
     table = table_of("packed")
     torch.manual_seed(0)
-    projection = torch.randn(15, 3, 2, 8, dtype=torch.float64)
-    strided = projection.unbind(1)
+    strided = torch.randn(15, 3, 2, 8, dtype=torch.float64).unbind(1)
     dense = [x.contiguous() for x in strided]
     grad = torch.randn(15, 2, 8, dtype=torch.float64)
     out, saved = EXACT_ATTENTION.forward(*strided, table, SCALE)

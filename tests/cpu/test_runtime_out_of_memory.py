@@ -16,7 +16,7 @@ from megatron_epp.runtime.memory_use import HostMemoryError, Usage
 from megatron_epp.runtime.out_of_memory import LEAST_SHARE, OutOfMemoryReport, lower_cap
 from megatron_epp.runtime.upload import Uploader
 from tests.support.runtime.failing_buffers import failing
-from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part, run_plan
+from tests.support.runtime.plain_stage import PlainStage, run_plan, stages_of
 from tests.support.runtime.rank_processes import run_until_exit
 from tests.support.runtime.runtime_plans import offloading, offloading_kv, one_rank_split, planned, two_ranks
 
@@ -37,8 +37,7 @@ class ScarceStage(PlainStage):
 
 def run_short(rank, links, plan, faulty_rank, chunk):
     """Run a plan; the forward of a chunk on the first stage of a rank finds no memory."""
-    batch = batch_of(plan)
-    stages = {s: ScarceStage(build_part(plan.num_layers, s), batch) for s, r in enumerate(plan.placement) if r == rank}
+    stages = stages_of(plan, rank, ScarceStage)
     if rank == faulty_rank:
         stages[min(stages)].faulty_chunk = chunk
     report = OutOfMemoryReport(lambda static_bytes: Usage(static_bytes + 3 * 2**30, 8 * 2**30))
@@ -46,8 +45,7 @@ def run_short(rank, links, plan, faulty_rank, chunk):
 
 
 def test_the_run_ends_with_stage_chunk_bytes_and_two_flags(tmp_path):
-    plan = two_ranks()
-    ended = run_until_exit(2, tmp_path, run_short, plan, 1, 1)
+    ended = run_until_exit(2, tmp_path, run_short, two_ranks(), 1, 1)
     assert [rank.exit_code for rank in ended] == [1, 1]
     assert "OutOfMemoryRunError: pipeline rank 1, step " in ended[1].stderr
     assert "action 1F1 failed: out of memory on stage 1, chunk 1: 8 tokens, 2 layers, recompute: none\n" in ended[1].stderr
@@ -64,11 +62,13 @@ def hybrid(cap_bytes=None):
     return plan if cap_bytes is None else replace(plan, cap_bytes=(cap_bytes,) * plan.num_ranks)
 
 
+def first_backward(plan):
+    return next(action for action in plan.actions(1) if action.op is Op.B)
+
+
 def text(error=None, usage=None, cap_bytes=None, names=TRAINING, **options):
-    plan = hybrid(cap_bytes)
-    action = next(a for a in plan.actions(1) if a.op is Op.B)
-    report = OutOfMemoryReport(usage=lambda _: usage, names=names, **options)
-    return report.text(plan, 1, action, error or torch.OutOfMemoryError("no"))
+    plan, report = hybrid(cap_bytes), OutOfMemoryReport(usage=lambda _: usage, names=names, **options)
+    return report.text(plan, 1, first_backward(plan), error or torch.OutOfMemoryError("no"))
 
 
 def test_the_cap_goes_down_by_what_is_in_use_beyond_the_plan_and_below_the_plans_peak_where_no_excess_was_seen():
@@ -83,8 +83,7 @@ def test_the_cap_goes_down_by_what_is_in_use_beyond_the_plan_and_below_the_plans
 
 def test_what_could_not_be_had_counts_as_in_use():
     plan = hybrid()
-    action = next(a for a in plan.actions(1) if a.op is Op.B)
-    usage, peak = Usage(simulate(plan).planned_bytes(1, action)), simulate(plan).peak_bytes[1]
+    usage, peak = Usage(simulate(plan).planned_bytes(1, first_backward(plan))), simulate(plan).peak_bytes[1]
     for size, num_bytes in (("20.00 KiB", 20 * 1024), ("30.00 KiB", 30 * 1024), ("30720 bytes", 30 * 1024)):
         advised = f"--epp-memory-cap-gb {(peak - num_bytes) / 2**30:.4g}"
         assert advised in advice(torch.OutOfMemoryError(f"Tried to allocate {size}."), usage, cap_bytes=peak)
@@ -100,14 +99,11 @@ def test_the_flags_named_follow_the_signs(monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     full, gaps = Usage(1, 1), Usage(1, 10)
-    assert [flag.split()[0] for flag in advice(torch.OutOfMemoryError("no"), full)] == [
-        "--epp-memory-cap-gb",
-        "--epp-chunk-tokens",
-    ]
-    assert advice(torch.OutOfMemoryError("no"), gaps)[0] == "PYTORCH_ALLOC_CONF=expandable_segments:True"
-    assert advice(torch.OutOfMemoryError("no"), full, recompute_is_fixed=True)[0] == "--epp-recompute auto"
+    assert [flag.split()[0] for flag in advice(usage=full)] == ["--epp-memory-cap-gb", "--epp-chunk-tokens"]
+    assert advice(usage=gaps)[0] == "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert advice(usage=full, recompute_is_fixed=True)[0] == "--epp-recompute auto"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    assert advice(torch.OutOfMemoryError("no"), gaps)[0].startswith("--epp-memory-cap-gb")
+    assert advice(usage=gaps)[0].startswith("--epp-memory-cap-gb")
 
 
 def test_other_pools_bring_their_own_words_and_flags():

@@ -76,8 +76,7 @@ def test_the_batches_are_what_they_are_called():
     for name, (lengths, options) in BATCHES.items():
         plan = planned(lengths, (LAYERS,) * 2, recompute=0, **options)
         kinds[name] = {chunk.kind(plan.lengths) for chunk in plan.chunks}
-        padded = any(plan.padded_tokens(c) > chunk.num_tokens for c, chunk in enumerate(plan.chunks))
-        assert padded == (name == "padded")
+        assert any(plan.padded_tokens(c) > chunk.num_tokens for c, chunk in enumerate(plan.chunks)) == (name == "padded")
         has_weights = any(action.op is Op.W for rank in (0, 1) for action in plan.actions(rank))
         assert has_weights == (name == "split weight gradients")
     assert (kinds["sliced"], kinds["packed"]) == ({"split"}, {"batched"})

@@ -175,8 +175,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):
 
 def test_an_output_layer_that_could_be_fused_with_the_loss_goes_by_blocks_as_any_other(fused_kernel):
     fused_kernel("")
-    loss = block_loss(arguments(100), Model(LinearCrossEntropyModule, fused=False))
-    assert isinstance(loss, BlockLoss)
+    assert isinstance(block_loss(arguments(100), Model(LinearCrossEntropyModule, fused=False)), BlockLoss)
     assert block_loss(arguments(seq_length=8), Model(LinearCrossEntropyModule, fused=False)) is None
 
 
@@ -203,8 +202,7 @@ def test_megatrons_fused_kernel_is_left_to_itself_where_it_is_asked_for_and_runs
 def test_where_the_fused_kernel_cannot_run_or_blocks_are_asked_for_they_run(fused_kernel, caplog, tokens, failure, blocks, why):
     """However short sequences are: somebody wants no logits."""
     fused_kernel(failure)
-    loss = block_loss(arguments(tokens, seq_length=8), Model(LinearCrossEntropyModule, fused=True))
-    assert loss.block_tokens == blocks
+    assert block_loss(arguments(tokens, seq_length=8), Model(LinearCrossEntropyModule, fused=True)).block_tokens == blocks
     assert re.search(why, caplog.text)
 
 

@@ -1,5 +1,6 @@
-"""Where the costs of a run are from: files, with bytes of the run where a file has none. Torch's collectives are played."""
+"""What a run plans with: costs of files and of the run, latents that it hands on, and a device's memory less libraries'."""
 
+import argparse
 import json
 import logging
 from argparse import Namespace
@@ -14,20 +15,26 @@ import torch.distributed as dist
 from torch.nn import Linear
 
 from megatron_epp.cost.blocks import HEAD
-from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE, SETUP_MARGIN_BYTES, room_bytes
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.features.offload import rank_offload
 from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.features.offload.rank_offload import RankOffload
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs import sources as costs_of_runs
+from megatron_epp.mcore.costs import stored
 from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.megatron_facts import run_facts
-from megatron_epp.plan import EppError
+from megatron_epp.mcore.model.kinds import latent_attention
+from megatron_epp.mcore.training import caps, layout_search
+from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.port.run_facts import AttentionSizes, RunFacts
-from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
-from megatron_epp.tools.formulas.of_run import with_device_memory
+from megatron_epp.tools.cli.planning_flags import cap_of
+from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_costs, analytic_profile
+from megatron_epp.tools.formulas.library import Cluster
+from megatron_epp.tools.formulas.of_run import model_shape, with_device_memory
 from tests.mcore.test_refusals import arguments
 from tests.support.mcore.asking import ask_here
 
@@ -209,3 +216,192 @@ def test_a_profile_of_another_precision_is_named_and_gives_times_alone(caplog, m
         assert not caplog.records
         assert costs_of_runs._with_bytes(half, 256.0, TRAINING).hidden_bytes_per_token == 256.0
     assert "128 bytes per token where this run's take 256" in caplog.text
+
+
+LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 32 --qk-pos-emb-head-dim 4 --v-head-dim 32 "
+LATENT += "--pipeline-model-parallel-size 2 --seq-length 4096 --global-batch-size 2"
+
+
+def run_of(flags: str, **values: Any) -> argparse.Namespace:
+    """Arguments of a run of two stages, as they are when the model is about to be built."""
+    args = arguments(*flags.split(), processes=2, **values)
+    prepare_epp_args(args)
+    args.padded_vocab_size, args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 1024, 1, None
+    return args
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the run be one process with data of its own, and formulas for its costs."""
+    monkeypatch.setattr(layout_search, "made_by_first", lambda make: make())
+    monkeypatch.setattr(layout_search, "ask", ask_here)
+    monkeypatch.setattr(layout_search, "first_batches", lambda args: iter([(3000, 500)]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "settled"),
+    [
+        (LATENT, "off"),
+        (f"{LATENT} --epp-memory-cap-gb 0.02", "on"),
+        (f"{LATENT} --epp-memory-cap-gb 0.02 --epp-latents off", "off"),
+        (f"{LATENT} --epp-latents on", "on"),
+        (f"{LATENT} --epp-memory-cap-gb 0.02 --skip-train", "off"),
+    ],
+)
+def test_latents_are_handed_on_where_faster(alone: None, flags: str, settled: str, caplog: pytest.LogCaptureFixture) -> None:
+    args = run_of(flags)
+    with caplog.at_level("INFO"):
+        layout_search.settle_latents(args)
+    assert args.epp_latents == settled
+    told = [record.getMessage() for record in caplog.records if "--epp-latents auto" in record.getMessage()]
+    planned = "latent" in flags and "--epp-latents" not in flags and "skip" not in flags
+    assert len(told) == planned
+
+
+@pytest.mark.parametrize(("theirs", "own"), [("on", "off"), ("off", "on")])
+def test_costs_of_a_pipeline_are_of_what_the_run_hands_on(theirs: str, own: str) -> None:
+    costs = pipeline_costs(theirs)
+    sizes = len(costs.stages), costs.hidden_bytes_per_token
+    stored.check_costs(argparse.Namespace(epp_latents=theirs), costs, *sizes)
+    with pytest.raises(EppError, match=rf"costs\.json has costs of slices .* give another file; set latents to {theirs}"):
+        stored.check_costs(argparse.Namespace(epp_latents=own, epp_costs="costs.json"), costs, *sizes)
+
+
+@pytest.mark.parametrize("choice", ["on", "off"])
+def test_costs_of_a_pipeline_settle_the_choice(alone: None, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    monkeypatch.setattr(layout_search, "named", lambda args, ask: pipeline_costs(choice))
+    args = run_of(LATENT)
+    layout_search.settle_latents(args)
+    assert args.epp_latents == choice
+
+
+def pipeline_costs(choice: str) -> PipelineCosts:
+    args = run_of(f"{LATENT} --epp-latents {choice}")
+    return analytic_profile(model_shape(run_facts(args, ask_here)), CPU).costs([args.num_layers // 2] * 2)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_the_norm_that_a_layer_fuses_is_applied_to_the_latents(normalization: str, zero_centered: bool) -> None:
+    x, weight, bias = torch.randn(5, 8), torch.randn(8), torch.randn(8)
+    linear = SimpleNamespace(
+        layer_norm_weight=weight - 1 if zero_centered else weight,
+        layer_norm_bias=bias,
+        zero_centered_gamma=zero_centered,
+        normalization=normalization,
+        eps=1e-3,
+    )
+    centered = x if normalization == "RMSNorm" else x - x.mean(1, keepdim=True)
+    expected = centered / (centered.square().mean(1, keepdim=True) + 1e-3).sqrt() * weight
+    expected = expected if normalization == "RMSNorm" else expected + bias
+    torch.testing.assert_close(latent_attention._normed(linear, x), expected)
+    assert latent_attention._normed(torch.nn.Linear(8, 8), x) is x
+
+
+GIB = 1 << 30
+
+
+def test_there_is_room_for_what_is_free_and_what_torch_has_less_a_margin_and_little_makes_no_other_cap():
+    for free_gib, reserved_gib, room_gib in (60, 15, 74), (60.3, 15, 74.25), (74.99, 0, 73.75), (0.5, 0.5, 0), (0.2, 0, 0):
+        assert room_bytes(int(free_gib * GIB), int(reserved_gib * GIB)) == room_gib * GIB
+    assert len({room_bytes(60 * GIB + more, 15 * GIB) for more in range(0, GIB // 4, GIB // 64)}) == 1
+    assert SETUP_MARGIN_BYTES == GIB
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU of 80 GiB; says how much of it is free and how much torch has reserved."""
+    left = SimpleNamespace(free=0, reserved=0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (left.free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: left.reserved)
+    return left
+
+
+@pytest.mark.parametrize(("free", "asked", "cap"), [(50, None, 72), (50, 70, 70), (50, 78, 75), (40, None, 65), (40, 70, 65)])
+def test_a_cap_is_what_is_wanted_or_the_room_there_is(device, free, asked, cap):
+    device.free, device.reserved = free * GIB, 26 * GIB
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=asked)) == cap * GIB
+
+
+def test_without_a_cap_a_run_takes_as_much_of_a_device_as_the_command_line_plans_for(device):
+    device.free = 79 * GIB
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=None)) == cap_of(None, Cluster("of 80 GiB", H100, 80.0)) < 80 * GIB
+
+
+def run(monkeypatch, folder, *, position: int = 0, others=(), **changes) -> tuple[int, ...]:
+    """The caps of a run with two pipeline ranks that resumes what is in a folder, in GiB, and saves there. This rank is the
+    first of the job; of others there are position and cap in bytes.
+    """
+    monkeypatch.setattr(caps, "made_by_first", lambda make: make())
+    monkeypatch.setattr(caps, "from_each_of_job", lambda mine: [mine, *others])
+    given = {"epp_memory_cap_gb": None, "pipeline_model_parallel_size": 2, "rank": 0, "load": str(folder), "save": str(folder)}
+    return tuple(cap / GIB for cap in caps.agreed_caps(Namespace(**given | changes), position))
+
+
+OTHERS = [(1, 70 * GIB), (0, 74 * GIB), (1, 69 * GIB)]
+
+
+def test_a_resumed_run_has_the_caps_of_the_run_before_though_its_kernels_are_loaded_already(device, monkeypatch, tmp_path):
+    device.free, device.reserved = int(30.3 * GIB), 40 * GIB
+    assert run(monkeypatch, tmp_path, others=OTHERS) == (69.25, 69)
+    device.free, device.reserved = int(22.2 * GIB), 48 * GIB  # the same with states, and 0.1 GiB of code
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=None)) == 69 * GIB  # a step less, by what is free
+    for _ in range(2):
+        assert run(monkeypatch, tmp_path, others=OTHERS) == (69.25, 69)
+        device.free += GIB // 4  # and so it stays in the run after that
+
+
+@pytest.mark.parametrize("now_gib", [53, 65])
+def test_a_resumed_run_on_a_device_with_other_room_has_caps_of_its_own(device, monkeypatch, tmp_path, now_gib, caplog):
+    device.free = 60 * GIB
+    assert run(monkeypatch, tmp_path, others=OTHERS) == (59, 69)
+    device.free = (now_gib + 1) * GIB
+    with caplog.at_level(logging.WARNING, logger="megatron_epp"):
+        assert run(monkeypatch, tmp_path, others=OTHERS) == (now_gib, 69)
+    assert f"plans fill {now_gib}.00 GiB of the device of rank 0, where those of the run before filled 59.00" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{"epp_memory_cap_gb": 58.9}, {"pipeline_model_parallel_size": 1}])
+def test_a_resumed_run_that_wants_another_cap_or_has_other_ranks_has_its_own(device, monkeypatch, tmp_path, changes):
+    device.free = 60 * GIB
+    run(monkeypatch, tmp_path, others=OTHERS)
+    device.free -= GIB // 4
+    assert run(monkeypatch, tmp_path, others=OTHERS, **changes)[0] in (58.75, int(58.9 * GIB) / GIB)
+
+
+OF_BEFORE = {"wanted_bytes": 72 * GIB, "cap_bytes": [58 * GIB, 69 * GIB]}
+"""What versions wrote that gave it no schema."""
+NEGATIVE = OF_BEFORE | {"schema": "megatron-epp/caps", "version": 1, "cap_bytes": [-1, 69 * GIB]}
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "{}", json.dumps(OF_BEFORE), json.dumps(NEGATIVE)])
+def test_caps_that_cannot_be_read_are_named(device, monkeypatch, tmp_path, caplog, text):
+    device.free = 60 * GIB
+    (tmp_path / caps.FILE_NAME).write_text(text)
+    with caplog.at_level(logging.WARNING, logger="megatron_epp"):
+        assert run(monkeypatch, tmp_path, others=OTHERS) == (59, 69)
+    assert f"{tmp_path / caps.FILE_NAME} cannot be read" in caplog.text
+
+
+def test_without_a_device_a_cap_is_what_is_asked_and_nothing_is_kept(monkeypatch, tmp_path):
+    assert run(monkeypatch, tmp_path, others=OTHERS, epp_memory_cap_gb=0.5) == (0.5, 69)
+    assert not any(tmp_path.iterdir())
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=None)) == UNLIMITED_BYTES
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=0.5)) == GIB // 2
+
+
+def test_a_cap_that_was_asked_for_and_is_lowered_is_a_warning_with_the_numbers(device, caplog):
+    caplog.set_level(logging.INFO)
+    caps.tell_lowered(Namespace(epp_memory_cap_gb=70), [70 * GIB, 70 * GIB])
+    caps.tell_lowered(Namespace(epp_memory_cap_gb=None), [72 * GIB])
+    assert caplog.records == []
+    caps.tell_lowered(Namespace(epp_memory_cap_gb=70), [65 * GIB, 70 * GIB])
+    caps.tell_lowered(Namespace(epp_memory_cap_gb=None), [65 * GIB, 65 * GIB])
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    asked, default = (record.getMessage() for record in caplog.records)
+    assert "--epp-memory-cap-gb, 70.00 GiB, is more than" in asked
+    assert "fill 65.00, 70.00 GiB on pipeline ranks 0 to 1 (free memory and what torch has reserved, less 1.00 GiB)" in asked
+    assert "90% of the device's memory, 72.00 GiB" in default

@@ -15,8 +15,7 @@ def doctor(path=None):
         environment["PYTHONPATH"] = f"{path}:{environment.get('PYTHONPATH', '')}"
     command = [sys.executable, "-m", "megatron_epp.tools.cli.main", "doctor", "--json"]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
-    findings = json.loads(finished.stdout)
-    return finished.returncode, {finding["subject"]: finding for finding in findings}
+    return finished.returncode, {finding["subject"]: finding for finding in json.loads(finished.stdout)}
 
 
 def test_the_installed_megatron_is_known_and_every_patch_fits():

@@ -91,8 +91,7 @@ def test_train_and_evaluation_have_their_own_planners(pair):
         def make(batch):
             lengths = batch.lengths
             asked[name].append(lengths)
-            made = plan(Problem(lengths, (0,), (UNLIMITED_BYTES,)), costs)
-            return (pack(made, 1.0, tuple(range(len(lengths)))),)
+            return (pack(plan(Problem(lengths, (0,), (UNLIMITED_BYTES,)), costs), 1.0, tuple(range(len(lengths)))),)
 
         return PlanSource(make)
 
@@ -155,8 +154,7 @@ def test_a_weighted_blend_has_its_proportions_at_every_point(tmp_path):
     assert not shuffle
     assert len(dataset) == 1000
     for start in range(0, 1000, 100):
-        share = source_counts(dataset, start, start + 100)[0]
-        assert abs(share - 30) <= 1
+        assert abs(source_counts(dataset, start, start + 100)[0] - 30) <= 1
 
 
 def test_the_order_of_a_blend_of_few_documents_is_that_of_earlier_versions(tmp_path):
@@ -194,8 +192,7 @@ def test_prefixes_without_weights_give_every_document_once_per_epoch(tmp_path):
     assert shuffle
     assert len(dataset) == 30
     assert source_counts(dataset, 0, 30)[:2] == [20, 10]
-    epoch = [i for batch in islice(GlobalBatchSampler(30, 10), 3) for i in batch]
-    assert sorted(epoch) == list(range(30))
+    assert sorted([i for batch in islice(GlobalBatchSampler(30, 10), 3) for i in batch]) == list(range(30))
 
 
 def test_each_split_can_have_its_own_blend(tmp_path):

@@ -87,7 +87,7 @@ SPARE = [(0, 0), (0, 0), (0, 0), (28 * TOKEN_BYTES, 1 << 60), (1 << 60, 28 * TOK
 
 def test_deepeps_buffer_is_there_first_and_hybrideps_changes_between_iterations_where_a_rank_has_no_room():
     """In steps of 4 tokens, as the stand-in's exchanges have them. Other dispatchers have none."""
-    for of_rank in worker.call(2, "tests.support.mcore.jobs.exchanges:buffers", sizes=CHUNK_TOKENS, spare=SPARE):
+    for of_rank in worker.call(2, "tests.support.mcore.jobs.activations:buffers", sizes=CHUNK_TOKENS, spare=SPARE):
         assert of_rank["deepep"] == {"num_bytes": TOKEN_BYTES, "is taken": True, "reserves": False}
         assert of_rank["hybridep"] == {"sizes": [32, 32, 36, 36, 8, 8], "num buffers": 3, "allocates": False}
         assert not of_rank["alltoall"]

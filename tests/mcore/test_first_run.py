@@ -94,8 +94,7 @@ def test_a_race_takes_the_users_command_without_what_it_keeps_and_loads(tmp_path
 
 
 def test_a_race_without_a_launch_command_is_skipped_with_what_to_give(monkeypatch, tmp_path):
-    setting = SimpleNamespace(is_reduced=False, has_launch=False)
-    outcome = race(setting)
+    outcome = race(SimpleNamespace(is_reduced=False, has_launch=False))
     assert (outcome.status, outcome.todo) == ("skipped", "give yours behind --, with its data")
 
 
@@ -105,11 +104,9 @@ def test_a_users_own_command_is_raced(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     words = [*torchrun, pretrain_gpt.__file__]
     launch = read_launch([*words, *flag_words({name: value for name, value in settings.items() if "epp" not in name})])
-    setting = SimpleNamespace(is_reduced=False, has_launch=True, launch=launch, folder=tmp_path)
-    outcome = race(setting)
+    outcome = race(SimpleNamespace(is_reduced=False, has_launch=True, launch=launch, folder=tmp_path))
     assert outcome.status == "passed", outcome.found
-    schedules = outcome.figures["schedules"]
-    assert [len(one["losses"]) for one in schedules.values()] == [10] * 3
+    assert [len(one["losses"]) for one in outcome.figures["schedules"].values()] == [10] * 3
     assert outcome.figures["failures"] == {}
 
 

@@ -1,8 +1,4 @@
-"""The memory a plan predicts is the memory its run takes, per stage, and a cap on it holds.
-
-Measured is what autograd keeps between forward and backward, each storage once, and the KV relay's buffers; in host memory,
-what is away.
-"""
+"""The memory a plan predicts is the memory its run takes, per stage, a cap on it holds, and iterations leave nothing behind."""
 
 import functools
 import json
@@ -17,8 +13,9 @@ from megatron_epp.plan import Plan
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.serialize import load
 from tests.support.mcore import memory_cases
-from tests.support.mcore.forked import job, returned
+from tests.support.mcore.forked import job, of_ranks, returned
 from tests.support.mcore.jobs.batches import RUNS
+from tests.support.mcore.jobs.soak import CASES, LONGEST, VOCABULARY
 from tests.support.mcore.memory_cases import BLOCKS, CAPPED, FREE, ITERATIONS, MORE, OFFLOADED, PIPELINES, TOKENS_SHARED
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 from tests.support.seeds import some_by_default
@@ -153,3 +150,26 @@ def test_the_plans_had_every_level_alone_and_beside_others_and_copies(lines_of: 
     assert any("+" in again for again in seen)
     assert {0, 1} <= {line["hosted"] for lines in lines_of(batches, name) for line in lines}
     assert len({line["share"] for lines in lines_of(batches, name) for line in lines}) >= batches
+
+
+def soaked(name: str, folder: Path) -> list[dict[int, int]]:
+    lengths = [LONGEST // 2 + i % (LONGEST // 2) for i in range(61)]
+    data = write_pair(folder / "documents", documents_of(lengths, vocab_size=VOCABULARY))
+    case = CASES[name]
+    figures = of_ranks(job(case.pipeline_size, "soak", data=data, name=name, timeout_s=0.6 * case.iterations))
+    assert len(figures) == case.pipeline_size
+    return [{int(iteration): count for iteration, count in own["counts"].items()} for own in figures]
+
+
+def test_many_iterations_of_training_leave_no_tensor_behind(tmp_path: Path) -> None:
+    case, (tensors,) = CASES["tensors"], soaked("tensors", tmp_path)
+    # The thread that reads ahead may or may not hold the next batch when tensors are counted.
+    assert min(tensors[i] for i in case.late) <= max(tensors[i] for i in case.early)
+
+
+@pytest.mark.slow  # a thousand iterations, so that one object for every second of them shows
+def test_a_thousand_iterations_of_a_pipeline_leave_no_object_behind(tmp_path: Path) -> None:
+    case = CASES["objects"]
+    for objects in soaked("objects", tmp_path):
+        grown = min(objects[i] for i in case.late) - min(objects[i] for i in case.early)
+        assert grown < (case.late.start - case.early.start) / 2, objects

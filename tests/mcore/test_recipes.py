@@ -33,8 +33,7 @@ def parser():
 
 
 def parsed(parser, recipe, *overrides):
-    argv = argv_of(load_settings([recipe], overrides), parser)
-    return entry.check(parser, argv)
+    return entry.check(parser, argv_of(load_settings([recipe], overrides), parser))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -32,7 +32,7 @@ from megatron_epp.mcore.patches import install, patching
 from megatron_epp.mcore.training import caps
 from megatron_epp.plan import EppError
 from megatron_epp.tools.formulas.huggingface import flags_of_config
-from tests.pure.test_huggingface import DENSE, GATED_DELTA, LATENT, NARROW, STATES
+from tests.pure.test_cost_files import DENSE, GATED_DELTA, LATENT, NARROW, STATES
 from tests.support.mcore.launch import REPOSITORY
 
 MODEL = ["--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4", "--attention-dropout", "0", "--epp"]

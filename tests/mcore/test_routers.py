@@ -69,8 +69,7 @@ def routed(router, tokens, real):
     router.weight.grad = None
     with chunk(None if real is None else RealTokens(real, real, len(tokens))):
         probs, routing_map = router(tokens)
-    weights = torch.arange(1.0, 1 + EXPERTS)
-    (probs[:real] * weights).sum().backward()
+    (probs[:real] * torch.arange(1.0, 1 + EXPERTS)).sum().backward()
     logged = {name: values.clone() for name, values in releases.logged_router_losses().items()}
     for values in releases.logged_router_losses().values():
         values.zero_()
@@ -156,8 +155,7 @@ def test_a_recomputed_forward_sees_the_chunk_of_its_first_run():
     kept[0](2)
     assert seen == [(1, real), (2, real)]
     assert running.real is None
-    ours = [patch.replacement for patch in install.patches() if patch.target.endswith(":checkpoint")]
-    assert ours == [keep_chunk]
+    assert [patch.replacement for patch in install.patches() if patch.target.endswith(":checkpoint")] == [keep_chunk]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax before the choice"])

@@ -194,7 +194,7 @@ VALUE_LAYOUTS = [
 
 @pytest.mark.parametrize(("num_ranks", "layout"), VALUE_LAYOUTS)
 def test_a_value_model_has_the_gradients_and_values_of_whole_samples(num_ranks, layout):
-    found = of_ranks(job(num_ranks, "sample_values:values", **layout))
+    found = of_ranks(job(num_ranks, "samples:values", **layout))
     expected = [loss for one in found for loss in one["expected"]]
     for one in found:
         assert one["worst"] <= TOLERANCE
@@ -209,7 +209,7 @@ def test_a_value_model_has_the_gradients_and_values_of_whole_samples(num_ranks, 
 
 
 def test_a_distillation_has_the_gradients_of_whole_distributions():
-    found = of_ranks(job(2, "sample_values:distillation"))
+    found = of_ranks(job(2, "samples:distillation"))
     expected = [loss for one in found for loss in one["expected"]]
     for one in found:
         assert one["worst"] <= TOLERANCE
@@ -218,7 +218,7 @@ def test_a_distillation_has_the_gradients_of_whole_distributions():
 
 
 def test_the_head_of_a_training_on_ranks_that_share_tokens_is_one_on_all_and_one_that_leaves_them_divided_is_refused():
-    first, second = of_ranks(job(2, "sample_values:divided_head"))
+    first, second = of_ranks(job(2, "samples:divided_head"))
     assert first["norm"] == second["norm"] > 0  # they begin with one weight
     for one in (first, second):
         assert one["attribute"]
@@ -242,6 +242,6 @@ APART = {
 
 
 def test_losses_and_models_that_do_not_go_together_are_refused_on_every_rank():
-    for one in of_ranks(job(2, "sample_values:value_refusals")):
+    for one in of_ranks(job(2, "samples:value_refusals")):
         assert one.keys() == APART.keys()
         assert {name: said for name, said in one.items() if APART[name] not in said} == {}

@@ -37,16 +37,14 @@ def check_named(output: str) -> None:
 
 @pytest.mark.slow  # the other loop with the same watch
 def test_a_slow_rank_of_a_frameworks_own_loop_is_named() -> None:
-    finished = succeeded(job(2, "frameworks:slow"))
-    check_named(finished.output)
+    check_named(succeeded(job(2, "frameworks:slow")).output)
 
 
 def test_a_slow_rank_of_a_training_on_documents_is_named(tmp_path: Path) -> None:
     data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(200, 64), vocab_size=127))
     flags = shlex.split("--pipeline-model-parallel-size 2 --global-batch-size 4 --seq-length 64 --max-position-embeddings 64 ")
     flags += shlex.split(f"--epp-costs learn --epp-lookahead 1 --train-iters {6 + 2 * ITERATIONS}")
-    finished = succeeded(launch(2, CHANGED, "slow", *PLANNED, *flags, "--data-path", data))
-    check_named(finished.output)
+    check_named(succeeded(launch(2, CHANGED, "slow", *PLANNED, *flags, "--data-path", data)).output)
 
 
 PLAN = one_f_one_b()

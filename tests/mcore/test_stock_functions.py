@@ -209,8 +209,7 @@ def test_every_schedule_refuses_them_before_a_start(script: Import, monkeypatch:
 @pytest.mark.parametrize("edit", ["loss", "provider"])
 def test_functions_a_script_will_pass_are_refused_early(script: Import, monkeypatch: pytest.MonkeyPatch, edit: str) -> None:
     args: Any = types.SimpleNamespace(epp=True, epp_microbatches="plan")
-    edited = script(EDITED[edit][1])
-    monkeypatch.setitem(sys.modules, "__main__", edited)
+    monkeypatch.setitem(sys.modules, "__main__", script(EDITED[edit][1]))
     with pytest.raises(EppError, match=EDITED[edit][0]):
         stock_functions.check_script(args)
     args.epp_microbatches = "user"

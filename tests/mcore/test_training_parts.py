@@ -257,8 +257,7 @@ def test_times_are_of_the_attention_kernel_that_the_run_takes(monkeypatch, chose
     asked = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(kernels, "explain", lambda case, preference: asked.append((case, preference)) or (chosen, []))
-    args = arguments_of("--attention-backend", "flash")
-    facts = run_facts(args, ask_here)
+    facts = run_facts(arguments_of("--attention-backend", "flash"), ask_here)
     shape = formulas.model_shape(facts)
     assert facts.kernel == name
     ((case, preference),) = asked

@@ -88,7 +88,6 @@ def test_megatron_reads_the_file_itself_where_plans_are_not_asked_for(parser, wr
 def test_it_trains_with_plans(parser, write, tmp_path):
     prefix = write_pair(tmp_path / "text", documents_of(long_tailed_lengths(64, longest=33), vocab_size=127))
     ours = ["--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0, "--train-iters", 2]
-    parsed = parser.parse_args([*map(str, (*MODEL, *ours))])
-    path = write(in_megatrons_layout(parsed, parser.parse_args([])))
+    path = write(in_megatrons_layout(parser.parse_args([*map(str, (*MODEL, *ours))]), parser.parse_args([])))
     finished = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", "--yaml-cfg", path, "--epp")
     assert re.findall(r"^epp iteration (\d) ", finished.output, re.MULTILINE) == ["1", "2"], finished.output[-5000:]

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, replace
+from unittest.mock import patch
 
 import pytest
 
@@ -52,16 +53,14 @@ def fits(asked: Question) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_searches():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, count in {"SEARCHED": 2, "PLANNED": 4}.items():
-            patch.setattr(configuration_search, name, count)
+    with patch.multiple(configuration_search, SEARCHED=2, PLANNED=4):
         yield
 
 
 @pytest.fixture
-def _smallest_searches(monkeypatch):
-    for name in ("SEARCHED", "PLANNED"):
-        monkeypatch.setattr(configuration_search, name, 1)
+def _smallest_searches():
+    with patch.multiple(configuration_search, SEARCHED=1, PLANNED=1):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +90,13 @@ def test_a_configuration_that_does_not_fit_is_named_with_what_it_needs(tight):
     assert unfit
     text = as_text(tight, 5, everything=True)
     for one in unfit:
-        assert one.needed_bytes > 5 << 30
-        assert f"{one.name}: {one.why}" in text
         needed, cap = one.needed_bytes, 5 << 30
+        assert needed > cap
+        assert f"{one.name}: {one.why}" in text
         assert f"needs {format_gib(needed, cap)} of {format_gib(cap, needed)}" in one.why.replace("need ", "needs ")
-        costs = tight.question.costs(one.config)
+        asked = tight.question.problem(one.config, (CONTEXT,)), tight.question.costs(one.config), tight.question.options
         with pytest.raises(InfeasibleError):
-            plan(tight.question.problem(one.config, (CONTEXT,)), costs, tight.question.options)
+            plan(*asked)
         if "alone" not in one.why:
             assert misfit(replace(tight.question, cap_bytes=one.needed_bytes), one.config) is None
 
@@ -168,10 +167,8 @@ def test_each_step_of_megatrons_schedule_has_the_causes_before_it_and_no_other()
 
 def test_layers_move_away_from_the_rank_with_the_largest_vocabulary():
     choices = replace(many_short(vocab_size=128000), counts=())
-    packed = choices.steps()[2]
-    assert packed.layout.layers[-1] < choices.even.layers[-1]
-    sharing = replace(choices.even, shards_vocabulary=True)
-    plain, levelled = without_shards(sharing, choices.problems[0], choices.costs_of)
+    assert choices.steps()[2].layout.layers[-1] < choices.even.layers[-1]
+    plain, levelled = without_shards(replace(choices.even, shards_vocabulary=True), choices.problems[0], choices.costs_of)
     assert plain == choices.even
     assert levelled.layers[-1] < plain.layers[-1]
 
@@ -255,10 +252,10 @@ def test_experts_are_shared_inside_a_node():
     configs, _ = candidates(replace(question(), flags=experts))
     assert {config.expert for config in configs if config.tensor == 2} == {config.expert for config in configs} == {1, 2}
     assert {config.expert_tensor for config in configs} == {1}
-    shared = next(config for config in configs if config.expert == 2 and config.ranks == 1 and config.data == 4)
-    assert shared.lockstep_groups == ((0, 1), (2, 3))
-    inside = next(config for config in configs if config.expert == 2 and config.ranks == 2 and config.data == 2)
-    assert inside.lockstep_groups == ((0,), (1,))
+    shared, inside = (
+        next(one for one in configs if (one.expert, one.ranks, one.data) == (2, *sizes)) for sizes in ((1, 4), (2, 2))
+    )
+    assert (shared.lockstep_groups, inside.lockstep_groups) == (((0, 1), (2, 3)), ((0,), (1,)))
     assert inside.settings(experts).get("expert_tensor_parallel_size", inside.tensor) == 1
     whole, _ = candidates(replace(question(fixed={"tensor": 2, "expert_tensor": 2}), flags=experts))
     assert {config.expert for config in whole} == {1}  # two ranks of an expert fill a node of two
@@ -300,8 +297,7 @@ def test_where_nothing_fits_each_change_that_is_named_would_do():
 
 
 def test_the_devices_that_would_do_are_the_smallest_multiple():
-    short = question((1024,) * 4, cap_bytes=int(1.2 * 2**30), fixed={"context": 1, "tensor": 2})
-    asked = replace(short, context=1024)
+    asked = replace(question((1024,) * 4, cap_bytes=int(1.2 * 2**30), fixed={"context": 1, "tensor": 2}), context=1024)
     with pytest.raises(NothingFitsError, match=r"--devices 12$"):
         advise(asked)
     assert [fits(replace(asked, devices=devices)) for devices in (8, 12, 16)] == [False, True, True]
@@ -332,27 +328,22 @@ def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsy
     best = json.loads(capsys.readouterr().out)["best"][0]["layout"]
     settings = load_settings([recipe])
     flags, launch = settings.megatron, settings.launch
-    assert launch.nodes * launch.processes_per_node == 2
-    assert world_of(flags) * best["data"] == 2
-    assert flags["hidden_size"] == 512
-    assert flags["global_batch_size"] == 8
-    assert flags["seq_length"] == 4000
+    assert (launch.nodes * launch.processes_per_node, world_of(flags) * best["data"]) == (2, 2)
+    assert (flags["hidden_size"], flags["global_batch_size"], flags["seq_length"]) == (512, 8, 4000)
     assert settings.epp["memory_cap_gb"] == 72
-    for name in ("tensor", "context", "pipeline"):
-        long = f"{name}_model_parallel_size" if name != "context" else "context_parallel_size"
-        assert flags[long] == best[name]
-        assert f"--{long.replace('_', '-')} {best[name]}" in printed
+    for name, long in (("tensor", "tensor_model"), ("context", "context"), ("pipeline", "pipeline_model")):
+        assert flags[f"{long}_parallel_size"] == best[name]
+        assert f"--{long.replace('_', '-')}-parallel-size {best[name]}" in printed
     shipped = ["--model", "llama3-8b", "--devices", "8", "--lengths", "8192", "--global-batch-size", "8"]
     assert main(["advise", *shipped, "--tensor-parallel", "4", "--pipeline-parallel", "2", "-o", str(recipe)]) == 0
     assert "models/llama3-8b" in recipe.read_text(), "a shipped model is included by name"
     assert load_settings([recipe]).megatron["num_layers"] == 32
 
 
-def test_a_recipe_has_the_rows_of_the_embedding_that_the_model_says():
-    asked = question()
-    for flags, rows in ((MODEL, 8192), (MODEL | {"padded_vocab_size": 8320}, 8320)):
-        text = recipe_text(replace(asked, flags=flags), Configuration(2, 1, 2, 1, layers=(4, 4)), None, "--lengths code")
-        assert f"padded_vocab_size: {rows}\n" in text
+@pytest.mark.parametrize(("more", "rows"), [({}, 8192), ({"padded_vocab_size": 8320}, 8320)])
+def test_a_recipe_has_the_rows_of_the_embedding_that_the_model_says(more, rows):
+    asked, config = replace(question(), flags=MODEL | more), Configuration(2, 1, 2, 1, layers=(4, 4))
+    assert f"padded_vocab_size: {rows}\n" in recipe_text(asked, config, None, "--lengths code")
 
 
 @pytest.mark.usefixtures("_smallest_searches")
@@ -366,10 +357,9 @@ def test_documents_beyond_the_context_are_what_training_makes_of_them(tmp_path, 
         assert load_settings([recipe]).epp.get("documents") == documents
 
 
-def profile_of(path, tensor=1, hidden=512):
+def profile_of(path, tensor=1):
     """As `megatron-epp profile` would write it for the small model, products and launches eight times as slow as by formula."""
-    shared = {"tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
-    shape = shape_of(SMALL_FLAGS | {"hidden_size": hidden} | shared)
+    shape = shape_of(SMALL_FLAGS | {"tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1})
     slow = {f"launch_{name}_us": 8 * getattr(H100_NODE, f"launch_{name}_us") for name in ("forward", "backward")}
     rates = replace(H100_NODE, linear_flops=H100.linear_flops / 8, **slow)
     path.write_text(replace(analytic_profile(shape, rates), origin={"shape": asdict(shape)}).to_json())
@@ -377,17 +367,15 @@ def profile_of(path, tensor=1, hidden=512):
 
 
 def test_measured_costs_take_the_place_of_formulas_for_the_sizes_that_were_measured(tmp_path, capsys):
-    command = [*ADVISE, "--devices", "4", "--json"]
+    def advised(*more):
+        assert main([*ADVISE, "--devices", "4", "--json", "--pipeline-parallel", "2", *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
     costs = ["--costs", profile_of(tmp_path / "one.json"), "--costs", profile_of(tmp_path / "two.json", tensor=2)]
-    found = []
-    for more in ([], costs):
-        assert main([*command, *more, "--tensor-parallel", "2", "--pipeline-parallel", "2"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    formulas, measured = (one["best"][0]["step_us"] for one in found)
-    assert measured > 1.2 * formulas
-    assert found[1]["settings"]["epp"]["costs"] == costs[-1]
-    assert main([*command, *costs, "--pipeline-parallel", "2"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    formulas, measured = (advised(*more, "--tensor-parallel", "2") for more in ([], costs))
+    assert measured["best"][0]["step_us"] > 1.2 * formulas["best"][0]["step_us"]
+    assert measured["settings"]["epp"]["costs"] == costs[-1]
+    rows = advised(*costs)
     assert {(row["layout"]["tensor"], row["layout"]["context"]) for row in rows["best"]} <= {(1, 1), (2, 1)}
     assert "other TP, CP or EP" in {one["name"] for one in rows["refused"]}
 
@@ -397,22 +385,16 @@ def test_replicas_that_share_experts_are_planned_together_with_offload(capsys):
     assert "--epp-offload on" in capsys.readouterr().out
 
 
-TWO = {"devices": 2, "fixed": {"context": 1, "tensor": 2}}
-
-
-def offloading(asked: Question) -> Question:
-    return replace(asked, options=replace(asked.options, offload=True))
-
-
 def test_where_nothing_fits_without_offload_all_is_planned_with_it():
-    asked = question(cap_bytes=5 << 30, **TWO)
+    asked = question(cap_bytes=5 << 30, devices=2, fixed={"context": 1, "tensor": 2})
     with pytest.raises(NothingFitsError, match="without offload"):
         advise(asked)
-    best = advise(offloading(asked)).best[0]
+    offloading = replace(asked, options=replace(asked.options, offload=True))
+    best = advise(offloading).best[0]
     assert best.peak_bytes <= 5 << 30
     assert any(best.plan.copies)
     with pytest.raises(NothingFitsError):
-        advise(offloading(question(cap_bytes=3 << 30, **TWO)))
+        advise(replace(offloading, cap_bytes=3 << 30))
 
 
 def test_offload_is_left_to_the_plans_where_there_is_a_link_unless_the_flag_says_it():
@@ -445,16 +427,14 @@ def again(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "planned"),
     [
-        pytest.param(["--memory-cap-gb", "2.05", "--offload", "off", "--seed", "7"], 4, id="tight, another seed"),
-        pytest.param(
-            ["--memory-cap-gb", "1.2", "--offload", "on", "--vocab-parallel", "auto"], 4, id="offload", marks=pytest.mark.slow
-        ),
-        pytest.param(["--virtual-stages", "2", "--stages", "2", "--offload", "off"], 2, id="several"),
+        pytest.param("--memory-cap-gb 2.05 --offload off --seed 7", 4, id="tight, another seed"),
+        pytest.param("--memory-cap-gb 1.2 --offload on --vocab-parallel auto", 4, id="offload", marks=pytest.mark.slow),
+        pytest.param("--virtual-stages 2 --stages 2 --offload off", 2, id="several"),
     ],
 )
 def test_every_figure_of_the_advice_is_had_again_by_its_flags(flags, planned, again, monkeypatch):
     monkeypatch.setattr(configuration_search, "PLANNED", planned)
-    args = parsed("advise", *SMALL, "--devices", "4", *CHATS, "--context-parallel", "1", *flags)
+    args = parsed("advise", *SMALL, "--devices", "4", *CHATS, "--context-parallel", "1", *flags.split())
     question = question_of(args)
     advice = advise(question)
     assert len(advice.best) == planned
@@ -491,8 +471,7 @@ def test_compare_divides_the_same_gain_over_the_same_schedule_of_megatrons(capsy
 def test_links_are_those_that_are_advised_with(devices, again):
     args = parsed("advise", *SMALL, "--devices", str(devices), *CHATS, "--offload", "off")
     question = question_of(args)
-    config = Configuration(1, 2, 2, devices // 4, layers=(4, 4))
-    entry = exactly(question, config)
+    entry = exactly(question, Configuration(1, 2, 2, devices // 4, layers=(4, 4)))
     flags = plan_flags(args, question, entry)
     assert again(flags)[0].predicted.makespan_us == entry.plan.predicted.makespan_us
     at = flags.index("--devices")

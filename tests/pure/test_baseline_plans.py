@@ -160,8 +160,7 @@ def test_padding_costs_time_memory_and_messages():
     costs = pipeline(4)
     made = made_by("1f1b-padded", (8000, 10, 10))
     steps = {str(step.action): step for step in made.ranks[1]}
-    stage = costs.stages[1]
-    assert steps["1F1"].time_us >= stage.line("forward").per_token_us * 8000
+    assert steps["1F1"].time_us >= costs.stages[1].line("forward").per_token_us * 8000
     assert steps["1F1"].alloc_bytes == steps["1F0"].alloc_bytes
     assert made.messages.activation_us[0][1] == made.messages.activation_us[0][0]
 

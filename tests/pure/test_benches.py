@@ -88,10 +88,8 @@ def bench_of(results: dict[str, object], **more: Any) -> Bench[Any]:
 def test_a_page_has_the_figures_of_the_rows_that_a_command_prints_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ("| a | code | 1.24 s |", "| a | chats | 27.56 s |", "| b | code | 3.00 s |", "| b | chats | 8.44 s |")
     monkeypatch.setattr("scripts.figures.printed", lambda *command: lines)
-    there = Row("a page", ("models", ""), ("b", "3.0, 8.44 s"), 1)
-    assert list(compared(there)) == [("3.0", True), ("8.44", True)]
-    of_another_row = Row("a page", ("models", ""), ("b", "27.56, 8.44 s"), 1)
-    assert list(compared(of_another_row)) == [("27.56", False), ("8.44", True)]
+    assert list(compared(Row("a page", ("models", ""), ("b", "3.0, 8.44 s"), 1))) == [("3.0", True), ("8.44", True)]
+    assert list(compared(Row("a page", ("models", ""), ("b", "27.56, 8.44 s"), 1))) == [("27.56", False), ("8.44", True)]
 
 
 def test_the_frame_goes_on_when_a_case_fails_takes_some_cases_alone_and_resumes(tmp_path: Path, capsys) -> None:

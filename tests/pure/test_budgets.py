@@ -25,7 +25,7 @@ PROGRAMS = {
     "command line": (("tools.cli.main",), 1_940),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 59_080, "megatron_epp/contrib": 6_075, "tests": 51_460, "scripts": 9_816}
+FOLDERS = {"megatron_epp": 59_080, "megatron_epp/contrib": 6_075, "tests": 51_360, "scripts": 9_816}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

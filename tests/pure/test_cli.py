@@ -52,9 +52,11 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) ->
     [
         [f"{source} {SMALL}" for source in ("--lengths 4000,300,200,100", "--lengths lengths.txt", "--lengths-file -")],
         [
-            "--lengths 4096,88 --stages 4 --layers 8 --kv-heads 2 --chunk-tokens 512 --layout even",
-            "--lengths 4096,88 --pipeline-model-parallel-size 4 --num-layers 8 --num-query-groups 2 --epp-chunk-tokens 512 "
-            "--layout even",
+            f"--lengths 4096,88 --layout even {names}"
+            for names in (
+                "--stages 4 --layers 8 --kv-heads 2 --chunk-tokens 512",
+                "--pipeline-model-parallel-size 4 --num-layers 8 --num-query-groups 2 --epp-chunk-tokens 512",
+            )
         ],
         *(
             [f"--lengths 9000,300 --stages {stages} {of}" for of in ("--costs llama.json", "--model llama3-8b")]
@@ -94,8 +96,7 @@ def test_documents_become_sequences_as_in_training(flags: str, lengths: tuple[in
 
 def test_a_shipped_model_and_cluster_set_costs_layers_and_cap(planned: Planned) -> None:
     made = planned("--lengths 9000,300 --model llama3-8b --cluster h200x8 --stages 8 --seed 3 --layout even")
-    assert made.num_layers == (4,) * 8
-    assert made.cap_bytes == (int(0.9 * 141 * 2**30),) * 8
+    assert (made.num_layers, made.cap_bytes) == ((4,) * 8, (int(0.9 * 141 * 2**30),) * 8)
     assert (made.costs, made.seed) == ("analytic:h200x8", 3)
 
 
@@ -106,20 +107,10 @@ def test_flags_given_beside_a_model_win_and_without_a_cluster_there_is_no_cap(pl
     assert planned("--lengths 300 --costs llama3-70b-h100 --stages 8 --layout even").num_layers == (10,) * 8
 
 
-@pytest.fixture(scope="module")
-def choices(tmp_path_factory: pytest.TempPathFactory) -> list[Plan]:
-    """Return plans without either, with weight gradients of their own, with offload, and with both."""
-    path = tmp_path_factory.mktemp("choices") / "plan.json"
-    argv = "plan --lengths 60000,9000 --stages 4 --data-parallel 8 --memory-gb 54 --layout balanced"
-    found = []
-    for flags in "", "--split-weight", "--offload --recompute-modes full", "--split-weight --offload":
-        assert main([*shlex.split(f"{argv} {flags}"), "-o", str(path)]) == 0
-        found.append(load(path))
-    return found
-
-
-def test_weight_gradients_are_split_and_activations_offloaded_where_asked(choices: list[Plan]) -> None:
-    plain, split, copied, both = choices
+def test_weight_gradients_are_split_and_activations_offloaded_where_asked(planned: Planned) -> None:
+    batch = "--lengths 60000,9000 --stages 4 --data-parallel 8 --memory-gb 54 --layout balanced"
+    choices = "", "--split-weight", "--offload --recompute-modes full", "--split-weight --offload"
+    plain, split, copied, both = (planned(f"{batch} {flags}") for flags in choices)
     assert not any(step.action.op is Op.W for steps in plain.ranks for step in steps)
     assert any(step.action.op is Op.W for steps in split.ranks for step in steps)
     assert any(copied.copies)
@@ -147,9 +138,7 @@ def test_a_profile_by_formula_is_written_by_both_of_its_names_and_plans_as_its_m
         ("--layers 8 --stages 2 --layout looped:4,4", (4, 4), (0, 1)),
     ],
 )
-def test_layers_and_ranks_of_stages_are_as_given(
-    flags: str, layers: tuple[int, ...], placement: tuple[int, ...], planned: Planned
-) -> None:
+def test_layers_and_ranks_of_stages_are_as_given(flags: str, layers: tuple, placement: tuple, planned: Planned) -> None:
     made = planned(f"--lengths 900,300 {flags}")
     assert (made.num_layers, made.placement) == (layers, placement)
 
@@ -174,8 +163,7 @@ def test_commands_search_the_same_layout_where_none_is_given_and_say_so(planned:
     for command in ("memory", "compare --planner greedy"):
         assert main([*command.split(), *batch.split()]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layout: ")]
-    assert len(lines) == 4
-    assert len(set(lines)) == 1
+    assert (len(lines), len(set(lines))) == (4, 1)
     assert lines[0].startswith("layout: stages of ")
     given = [f"{batch} --layout {kind} --vocab-parallel off" for kind in ("balanced", "even")]
     balanced, even = map(planned, given)
@@ -187,9 +175,7 @@ def test_commands_search_the_same_layout_where_none_is_given_and_say_so(planned:
         assert made.predicted.makespan_us < each.predicted.makespan_us < without_us, "weight gradients are chosen for all"
 
 
-def test_a_schedule_that_needs_a_v_is_planned_and_compared_in_one_and_its_layout_is_told(
-    planned: Planned, capsys: Capture
-) -> None:
+def test_a_schedule_that_needs_a_v_is_planned_and_compared_in_one_and_its_layout_is_told(planned, capsys) -> None:
     flags = f"{BATCH} --stages 4 --layout balanced --planner zb-v --split-weight --slices 4"
     made = planned(f"{flags} --layout-out layout.json")
     assert made.placement == (0, 1, 2, 3, 3, 2, 1, 0)
@@ -213,9 +199,7 @@ def test_auto_plans_with_a_searched_layout_and_writes_it(planned: Planned, capsy
 
 
 @pytest.mark.parametrize("command", ["compare --planner greedy", "memory", "memory --planner zb-v"])
-def test_other_commands_take_the_layout_of_a_file_and_the_placement_of_a_planner(
-    command: str, planned: Planned, capsys: Capture
-) -> None:
+def test_other_commands_take_the_layout_of_a_file_and_the_placement_of_a_planner(command, planned, capsys) -> None:
     layout = ["--stages", "4"] if "zb-v" in command else ["--layout", "v.json"]
     assert main([*command.split(), *BATCH.split(), *layout]) == 0
     told = capsys.readouterr().out
@@ -248,9 +232,7 @@ def test_the_number_of_stages_has_one_name_in_every_command_and_older_ones_work(
         assert (args.pipeline_parallel if command == "advise" else args.stages) == 3
 
 
-def test_planners_and_advice_are_compared_with_the_latents_that_plan_faster(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planners_and_advice_are_compared_with_the_latents_that_plan_faster(tmp_path: Path, capsys, monkeypatch) -> None:
     planners = "--layout balanced --memory-cap-gb 18 --planner greedy --planner 1f1b --json"
     assert main(["compare", *MOONLIGHT.split(), *planners.split()]) == 0
     printed = capsys.readouterr()

@@ -1,46 +1,39 @@
-"""Profiles: parts of a model put together to pipelines, their JSON form, and their fit to measured points."""
+"""Profiles: parts of a model put together to pipelines, how evenly these share work, their JSON form, and their fit."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from typing import Literal
 
 import pytest
 
+from megatron_epp.cost.balance import WORTH, advice, spread_layers, spreads
 from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import EppError
+from megatron_epp.plan.layout import layout_flag
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
 from megatron_epp.tools.cli.measure_profile import fit_profile
-from megatron_epp.tools.formulas import CPU, H100, H100_NODE, ModelPart, ModelShape, Profile, on_device
-from megatron_epp.tools.formulas.analytic import analytic_profile
-from megatron_epp.tools.formulas.library import load_flags, shape_of
+from megatron_epp.tools.formulas import CPU, H100, H100_NODE, ModelPart, ModelShape, Profile, analytic_profile, on_device
+from megatron_epp.tools.formulas.library import balanced_layers, load_flags, shape_of
 
 SHAPE = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+LAYER_SIZES = {"bytes_per_token": 100, "weight_bytes_per_token": 60, "parameters": 10}
+HEAD_SIZES = {"bytes_per_token": 40, "weight_bytes_per_token": 11}
+TOKEN_SIZES = {"recomputed_layer_bytes_per_token": 8, "kv_bytes_per_token": 16, "hidden_bytes_per_token": 8}
 PROFILE = Profile(
     name="by hand",
     num_layers=6,
-    layer=ModelPart(
-        forward=LinearTime(5, 1, 0.5),
-        backward=LinearTime(9, 2, 1),
-        weight=LinearTime(1, 0.75),
-        bytes_per_token=100,
-        weight_bytes_per_token=60,
-        parameters=10,
-    ),
+    layer=ModelPart(forward=LinearTime(5, 1, 0.5), backward=LinearTime(9, 2, 1), weight=LinearTime(1, 0.75), **LAYER_SIZES),
     attention=ModelPart(),
     embedding=ModelPart(forward=LinearTime(0, 0.25), backward=LinearTime(0, 0.5), bytes_per_token=3, parameters=7),
-    head=ModelPart(
-        forward=LinearTime(2, 3),
-        backward=LinearTime(4, 6),
-        weight=LinearTime(1, 2),
-        bytes_per_token=40,
-        weight_bytes_per_token=11,
-    ),
-    recomputed_layer_bytes_per_token=8,
-    kv_bytes_per_token=16,
-    hidden_bytes_per_token=8,
+    head=ModelPart(forward=LinearTime(2, 3), backward=LinearTime(4, 6), weight=LinearTime(1, 2), **HEAD_SIZES),
     host_us_per_byte=0.5,
     host_latency_us=3.0,
+    **TOKEN_SIZES,
 )
 
 
@@ -208,3 +201,63 @@ def test_of_those_that_share_a_link_to_the_host_stages_take_turns_and_others_hav
     alone = analytic_profile(shape, H100).costs([3, 3])
     costs = analytic_profile(shape, replace(H100, host_sharing=sharing)).costs([3, 3], replicas=replicas)
     assert (costs.host_us_per_byte, costs.host_turns) == (at_once * alone.host_us_per_byte, turns)
+
+
+SHORT, LONG = (2048,) * 64, (1 << 20,)
+OF_FOUR = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
+
+
+def costs(layers: tuple[int, ...]) -> PipelineCosts:
+    return OF_FOUR.costs(layers)
+
+
+@pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1)])
+@pytest.mark.parametrize(("extra_us", "num_layers"), [((1, 0, 0, 7), 12), ((0, 0, 0, 25), 8), ((2, 3, 0, 4), 11)])
+def test_no_other_layers_make_the_busiest_rank_faster(rank_of: tuple[int, ...], extra_us: tuple[float, ...], num_layers: int):
+    def busiest_us(layers: tuple[int, ...]) -> float:
+        times = [5 * count + extra for count, extra in zip(layers, extra_us, strict=True)]
+        return max(sum(time for time, rank in zip(times, rank_of, strict=True) if rank == wanted) for wanted in set(rank_of))
+
+    found = spread_layers(5, extra_us, num_layers, rank_of)
+    every = [layers for layers in product(range(1, num_layers), repeat=4) if sum(layers) == num_layers]
+    assert found in every
+    assert busiest_us(found) == min(map(busiest_us, every))
+
+
+@pytest.mark.parametrize("kind", ["looped", "v"])
+def test_with_two_stages_on_every_rank_ranks_are_balanced_and_plans_are_faster(kind: Literal["looped", "v"]):
+    placement, lengths = Placement(kind, 8, 2), 8 * SHORT  # many, so that few ranks wait for anything but the busiest
+    problem = Problem(lengths, placement.rank_of, (UNLIMITED_BYTES,) * 8)
+    of_stages, of_ranks = (
+        plan(problem, costs(balanced_layers(OF_FOUR, 32, 16, lengths, rank_of))).predicted.makespan_us
+        for rank_of in ((), placement.rank_of)
+    )
+    assert of_ranks < 0.96 * of_stages
+
+
+def test_the_excess_is_what_the_others_wait_for_the_busiest():
+    own, best = spreads(costs((8,) * 4), LONG)
+    assert (own.layers, own.excess) == ((8,) * 4, pytest.approx(best.excess, abs=0.02))
+    lopsided, _ = spreads(costs((16, 6, 5, 5)), LONG)
+    assert lopsided.excess == pytest.approx(1.0, abs=0.03)  # half of all layers on a quarter of the stages
+
+
+def test_a_head_that_makes_others_wait_is_spoken_of_with_the_flag_that_mends_it():
+    said = advice(costs((4,) * 8), range(8), SHORT, lambda layers: f"--layout '{layout_flag(layers)}'")
+    assert said is not None
+    own, best = spreads(costs((4,) * 8), SHORT)
+    assert f"{own.excess:.0%} longer" in said
+    assert f"--layout '{layout_flag(best.layers)}' would make it {best.excess:.0%}" in said
+    assert own.excess - best.excess > WORTH
+    assert advice(costs(best.layers), range(8), SHORT) is None
+
+
+def test_nothing_is_said_of_layers_that_suit_the_sequences_are_meant_to_be_none_or_share_a_rank_and_where_nothing_is_known():
+    for layers, rank_of, lengths in (
+        ((4,) * 8, range(8), LONG),
+        ((0, 2, 1, 0), range(4), SHORT),
+        ((4,) * 8, (0, 1, 2, 3) * 2, SHORT),
+        ((4,) * 8, range(8), ()),
+    ):
+        assert advice(costs(layers), rank_of, lengths) is None
+    assert advice(costs(balanced_layers(OF_FOUR, 32, 8)), range(8), LONG) is not None

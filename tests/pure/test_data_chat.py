@@ -190,8 +190,7 @@ def test_every_answer_that_later_messages_change_is_a_sample_with_its_history_as
 
 
 def test_answers_that_none_of_the_later_messages_change_share_a_sample():
-    tool = {"role": "tool", "content": "1"}
-    chain = [USER, ANSWER, tool, REPLY, ASK, ANSWER]
+    chain = [USER, ANSWER, {"role": "tool", "content": "1"}, REPLY, ASK, ANSWER]
     assert sample_texts(ChatEncoder(Template(forgetting), "template"), chain) == [
         ("^u:ab.a:<t>cd.t:1.a:<t>fgh.", ["<t>cd.", "<t>fgh."]),
         ("^u:ab.a:cd.t:1.a:fgh.u:e.a:<t>cd.", ["<t>cd."]),

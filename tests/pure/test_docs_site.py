@@ -111,8 +111,7 @@ def test_the_page_lists_the_metrics_that_training_writes():
 
 def test_the_page_names_fields_that_a_report_has():
     source = (ROOT / "megatron_epp" / "mcore" / "iteration" / "report.py").read_text()
-    command = next(line for line in SPEED.splitlines() if "jq -r" in line)
-    fields = re.findall(r"\\\(\.([\w.]+)\)", command)
+    fields = re.findall(r"\\\(\.([\w.]+)\)", next(line for line in SPEED.splitlines() if "jq -r" in line))
     assert "makespan_us.measured" in fields
     for field in fields:
         assert all(f'"{part}"' in source for part in field.split(".")), field

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from megatron_epp.launch import lifetime
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE, is_abandoned, launcher_folder
+from tests.support.calls import wait_for
 
 LIMIT_S = 60
 CHILD = "import os, time, megatron_epp.launch.lifetime as of; of.{how}(); print(os.getpid(), flush=True); time.sleep(600)"
@@ -34,13 +34,6 @@ def folder(monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", made)
         monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
         yield Path(made)
-
-
-def wait_until(happened, what):
-    end_s = time.monotonic() + LIMIT_S
-    while not happened():
-        assert time.monotonic() < end_s, what
-        time.sleep(0.05)
 
 
 def has_ended(pid):
@@ -72,7 +65,7 @@ def test_a_process_ends_when_its_parent_is_killed(is_stopped, how, variables, ou
     if outlives:
         assert not has_ended(child)
         os.kill(child, signal.SIGKILL)
-    wait_until(lambda: has_ended(child), f"process {child} has ended")
+    wait_for(lambda: has_ended(child), LIMIT_S, f"process {child} has ended")
 
 
 def test_a_rank_that_comes_up_after_its_launcher_was_killed_ends_at_once(folder):
@@ -97,7 +90,7 @@ def test_a_process_of_multiprocessing_ends_when_its_parent_is_killed(method):
     parent = python(IN_MULTIPROCESSING.format(method=method))
     child = int(parent.communicate(timeout=LIMIT_S)[0])
     assert parent.returncode == -signal.SIGKILL
-    wait_until(lambda: has_ended(child), f"process {child} has ended")
+    wait_for(lambda: has_ended(child), LIMIT_S, f"process {child} has ended")
 
 
 def exit_with(code):
@@ -168,5 +161,4 @@ def test_a_process_that_outlives_its_launcher_ends_without_complaint_about_the_f
         "shutil.rmtree(os.environ['EPP_LAUNCHER_FOLDER'])"
     )
     (usable := folder / "usable").mkdir()
-    process = python(program, stderr=subprocess.PIPE, **{FOLDER_VARIABLE: str(usable)})
-    assert process.communicate(timeout=LIMIT_S)[1] == ""
+    assert python(program, stderr=subprocess.PIPE, **{FOLDER_VARIABLE: str(usable)}).communicate(timeout=LIMIT_S)[1] == ""

@@ -8,9 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import psutil
 import pytest
@@ -37,11 +38,17 @@ def ending(*_: object) -> None:
     os._exit(9)
 
 
+@contextmanager
+def background(options: Options = Options(), **named: Any) -> Iterator[BackgroundPlanner]:  # noqa: B008 - frozen
+    planner = BackgroundPlanner(pipeline(2), options, **named)
+    with closing(planner.process):
+        yield planner
+
+
 @pytest.fixture(scope="module")
 def planner() -> Iterator[BackgroundPlanner]:
-    made = BackgroundPlanner(pipeline(2), Options())
-    yield made
-    made.process.close()
+    with background() as planner:
+        yield planner
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +71,20 @@ def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [Options(), Options(recompute=0), Options(planner=f"{__name__}:ending")],
-    ids=("default", "nothing fits in loading", "a planner of the user's"),
+    ("options", "ended"),
+    [(Options(), False), (Options(recompute=0), False), (Options(planner=f"{__name__}:ending"), False), (Options(), True)],
+    ids=("default", "nothing fits in loading", "a planner of the user's", "a process that has ended is started again"),
 )
 def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_costs(
-    options: Options, made: list[Plan], caplog: pytest.LogCaptureFixture
+    options: Options, ended: bool, made: list[Plan], caplog: pytest.LogCaptureFixture
 ):
     process = PlanningProcess()
     process.prepare(options)
-    early = BackgroundPlanner(pipeline(2), Options(), process=process)
-    assert plans(early) == made
-    assert "it is started again" not in caplog.text
-    early.process.close()
+    if ended:
+        process._worker.close()
+    with background(process=process) as early:
+        assert plans(early) == made
+    assert ("it is started again" in caplog.text) == ended
 
 
 def test_a_batch_is_cut_coarser_or_finer_than_is_fastest(planner: BackgroundPlanner):
@@ -91,8 +99,7 @@ def test_a_batch_is_cut_coarser_or_finer_than_is_fastest(planner: BackgroundPlan
 
 
 def test_the_peak_is_told_of_the_first_plan_that_a_training_runs():
-    planner = BackgroundPlanner(pipeline(2), Options())
-    with closing(planner.process):
+    with background() as planner:
         planner.plan(ASKED, is_run=False)
         planner.plan(replace(ASKED, forward_only=True))
         told_of, *others = (planner.plan(ASKED)[0] for _ in range(3))
@@ -102,34 +109,19 @@ def test_the_peak_is_told_of_the_first_plan_that_a_training_runs():
 
 
 def test_slices_that_the_user_chose_stay():
-    planner = BackgroundPlanner(pipeline(2), Options(slices=3))
-    with closing(planner.process):
+    with background(Options(slices=3)) as planner:
         assert planner.plan(ASKED, 2.0)[0].plan() == plans(planner)[0]
 
 
-def test_an_early_process_that_has_ended_is_started_again(made: list[Plan], caplog: pytest.LogCaptureFixture):
-    process = PlanningProcess()
-    process.prepare(Options())
-    process._worker.close()
-    early = BackgroundPlanner(pipeline(2), Options(), process=process)
-    assert plans(early) == made
-    assert "it is started again" in caplog.text
-    early.process.close()
-
-
-def test_a_process_that_ends_again_and_again_is_an_error(caplog: pytest.LogCaptureFixture):
-    planner = BackgroundPlanner(pipeline(2), Options(planner=f"{__name__}:ending"))
-    with pytest.raises(WorkerError, match="has ended with exit code 9"):
-        planner.plan(ASKED)
-    assert caplog.text.count("it is started again") == PROCESS_RESTARTS
-    planner.process.close()
-
-
-def test_a_closed_planner_starts_no_process(caplog: pytest.LogCaptureFixture):
-    planner = BackgroundPlanner(pipeline(2), Options())
-    planner.process.close()
-    with pytest.raises(WorkerError, match="has ended"):
-        planner.plan(ASKED)
+def test_a_process_that_ends_again_and_again_is_an_error_and_a_closed_planner_starts_none(caplog: pytest.LogCaptureFixture):
+    with background(Options(planner=f"{__name__}:ending")) as planner:
+        with pytest.raises(WorkerError, match="has ended with exit code 9"):
+            planner.plan(ASKED)
+        assert caplog.text.count("it is started again") == PROCESS_RESTARTS
+        planner.process.close()
+        caplog.clear()
+        with pytest.raises(WorkerError, match="has ended"):
+            planner.plan(ASKED)
     assert not caplog.text
 
 

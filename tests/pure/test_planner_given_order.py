@@ -29,8 +29,7 @@ def cases() -> Iterator[Case]:
     for ranks, chunks_per_rank in ((1, 1), (2, 1), (4, 1), (3, 1), (2, 2), (4, 2), (2, 3)):
         for count in (1, 5, 2 * ranks, 12):
             lengths = tuple(draw.choice((draw.randint(1, 400), draw.randint(400, 9000))) for _ in range(count))
-            placement = Placement("looped", ranks, chunks_per_rank).rank_of
-            problem = Problem(lengths, placement, (UNLIMITED_BYTES,) * ranks)
+            problem = Problem(lengths, Placement("looped", ranks, chunks_per_rank).rank_of, (UNLIMITED_BYTES,) * ranks)
             yield tuple(Chunk((Segment(at, 0, length),)) for at, length in enumerate(lengths)), problem
 
 
@@ -138,8 +137,7 @@ def test_microbatches_run_in_one_of_three_orders_with_nothing_cut_or_joined() ->
 
 
 def test_equal_microbatches_run_in_the_order_given() -> None:
-    microbatches = ((30, 20),) * 6
-    assert plan_microbatches(microbatches, TWO_RANKS, TWO_STAGES, Options()).order == tuple(range(6))
+    assert plan_microbatches(((30, 20),) * 6, TWO_RANKS, TWO_STAGES, Options()).order == tuple(range(6))
 
 
 def test_the_best_order_is_no_slower_than_the_given_one() -> None:

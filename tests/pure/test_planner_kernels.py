@@ -1,10 +1,7 @@
 """Inner loops of the planner: their clocks agree with two simulators, and plans are the same where they are not compiled."""
 
-import os
 import random
 import shutil
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -29,11 +26,13 @@ from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.orders.completion import has_added
 from megatron_epp.planner.tables import Tables, tabulate
+from tests.support.calls import run_python
 from tests.support.plan import second_simulator
 from tests.support.plan.campaign_cases import costs_of, lengths_of
 from tests.support.seeds import some_by_default
 
 NEEDS_NUMBA = pytest.mark.skipif(not is_compiled(), reason="needs numba: pip install 'megatron-epp[fast]'")
+COMPILED = {COMPILED_VARIABLE: "1"}
 
 PLANNING = """
 from dataclasses import replace
@@ -59,14 +58,9 @@ print(digest(planned(case_of(47))))  # with the vocabulary in shards
 """
 
 
-def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    own = os.environ | {COMPILED_VARIABLE: "1", "PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    return subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True)
-
-
 @NEEDS_NUMBA
 def test_plans_are_equal_with_and_without_the_compiler():
-    fast, plain = (run(PLANNING, **{COMPILED_VARIABLE: value}).stdout.split() for value in ("1", "0"))
+    fast, plain = (run_python(PLANNING, **{COMPILED_VARIABLE: value}).stdout.split() for value in ("1", "0"))
     assert (fast[0], plain[0]) == ("True", "False")
     assert fast[1:] == plain[1:]
 
@@ -86,7 +80,7 @@ print(compiled(doubled)(21), compiled(halved)(42))
 
 @NEEDS_NUMBA
 def test_where_no_folder_can_keep_compiled_loops_they_are_compiled_again_and_a_line_says_so():
-    done = run(UNKEPT, NUMBA_CACHE_LOCATOR_CLASSES="IPythonCacheLocator")  # which keeps only what is written in IPython
+    done = run_python(UNKEPT, **COMPILED, NUMBA_CACHE_LOCATOR_CLASSES="IPythonCacheLocator")  # keeps only IPython's
     assert done.stdout == "42 21\n"
     assert done.stderr.count("NUMBA_CACHE_DIR") == 1
 
@@ -101,7 +95,7 @@ mark_split(np.array([1, 2]), np.array([0]))
 @NEEDS_NUMBA
 def test_loops_are_compiled_once_and_kept_by_the_name_of_all_their_sources(tmp_path: Path):
     """numba looks at a function's own file alone, and a loop that is inlined, or its columns, may be in another one."""
-    said = [run(KEEPING, NUMBA_CACHE_DIR=str(tmp_path)).stderr for _ in range(2)]
+    said = [run_python(KEEPING, **COMPILED, NUMBA_CACHE_DIR=str(tmp_path)).stderr for _ in range(2)]
     assert said == ["megatron-epp compiles the planner's loops, once for this machine: 10 to 25 s of a core\n", ""]
     (kept,) = tmp_path.rglob("*.nbi")
     assert compiled._sources() in kept.name
@@ -162,12 +156,10 @@ def test_both_clocks_agree_with_two_simulators(part: int):
         draw = random.Random(seed)
         placement = placement_of(draw)
         costs, lengths = costs_of(draw, placement), lengths_of(draw)
-        forward_only = draw.random() < 0.15
-        caps = (UNLIMITED_BYTES,) * placement.num_ranks
+        forward_only, caps = draw.random() < 0.15, (UNLIMITED_BYTES,) * placement.num_ranks
         problem = Problem(lengths, placement.rank_of, caps, forward_only=forward_only)
         chunks = whole_sequences(lengths)
-        tables = tabulate(chunks, problem, costs)
-        recompute_steps = [[0] * len(chunks) for _ in placement.rank_of]
+        tables, recompute_steps = tabulate(chunks, problem, costs), [[0] * len(chunks) for _ in placement.rank_of]
         rule = ListScheduling(draw.choice([1.0, 1.5, 2.0]), draw.random() < 0.5, draw.choice([None, 0.5, 2.0]))
         order, dispatched_us = rule.order(chunks, tables, problem), None
         if not forward_only and draw.random() < 0.5:
@@ -186,13 +178,9 @@ def test_both_clocks_agree_with_two_simulators(part: int):
         plan = build_plan(problem, costs, Options(), made, tables)
         played, line = play(order, tables, recompute_steps, timed(made.as_offload, tables)), simulate(plan)
         start_us, _ = second_simulator.times(plan)
-        for times, others in (
-            (played.start_us, line.start_us),
-            (played.end_us, line.end_us),
-            (played.copy_start_us, line.copy_start_us),
-            (played.copy_end_us, line.copy_end_us),
-        ):
-            assert tuple(map(tuple, times)) == others[: len(times)], seed
+        for name in ("start_us", "end_us", "copy_start_us", "copy_end_us"):
+            times = getattr(played, name)
+            assert tuple(map(tuple, times)) == getattr(line, name)[: len(times)], seed
         assert [[start_us[tuple(step.action)] for step in row] for row in plan.ranks] == list(map(list, played.start_us)), seed
         if not any(made.copies) and dispatched_us is not None:
             assert dispatched_us == pytest.approx(played.makespan_us, rel=1e-12), seed

@@ -39,7 +39,7 @@ from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.tools.formulas import H100, analytic_profile, on_device
 from megatron_epp.tools.formulas.library import load_flags, shape_of
 from megatron_epp.tools.report.text import summary
-from tests.pure.test_planner_memory_breakdown import random_costs
+from tests.pure.test_plan_memory import random_costs
 from tests.support.plan.campaign import faults_of_answer
 from tests.support.plan.campaign_cases import Case
 from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem, web_lengths

@@ -78,19 +78,15 @@ def test_a_sequence_longer_than_all_the_rest_has_a_replica_of_its_own():
 
 def test_where_work_misjudges_a_plan_exchanges_go_by_the_plan():
     """Every sequence takes an hour, whatever its length."""
-    lengths = (4000, *(10,) * 19)
-    division = divide(problem(lengths), COSTS, alone(2), lambda problems: 3.6e9 * len(problems[0].lengths))
+    division = divide(problem((4000, *(10,) * 19)), COSTS, alone(2), lambda problems: 3.6e9 * len(problems[0].lengths))
     assert [len(share) for share in division.shares] == [10, 10]
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_longest_first_is_within_a_third_of_the_best_division(replicas):
     """Graham's bound, against all divisions of eight sequences."""
-    work_us = [7.0, 7.0, 6.0, 5.0, 5.0, 4.0, 4.0, 4.0]
-    best = min(
-        max(sum(w for w, to in zip(work_us, where, strict=True) if to == r) for r in range(replicas))
-        for where in product(range(replicas), repeat=len(work_us))
-    )
+    work_us, divisions = [7.0, 7.0, 6.0, 5.0, 5.0, 4.0, 4.0, 4.0], product(range(replicas), repeat=8)
+    best = min(max(sum(w for w, to in zip(work_us, where, strict=True) if to == r) for r in (0, 1, 2)) for where in divisions)
     worst = max(sum(work_us[at] for at in share) for share in longest_first(work_us, replicas))
     assert best <= worst <= (4 / 3 - 1 / (3 * replicas)) * best
 
@@ -156,10 +152,10 @@ def test_replicas_plan_their_shares_of_one_division():
     """Each in a process of its own."""
     lengths = (900, 30, 400, 410, 20, 77, 500, 12)
     planners = [BackgroundPlanner(COSTS, Options(), replica, alone(2)) for replica in range(2)]
-    packed = [one for planner in planners for one in planner.plan(problem(lengths))]
+    first, second = packed = [one for planner in planners for one in planner.plan(problem(lengths))]
     for planner in planners:
         planner.process.close()
-    assert packed[0].division == packed[1].division
-    assert sorted(packed[0].share + packed[1].share) == list(range(8))
+    assert first.division == second.division
+    assert sorted(first.share + second.share) == list(range(8))
     for one in packed:
         assert one.plan().lengths == tuple(lengths[at] for at in one.share)

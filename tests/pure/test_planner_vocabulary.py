@@ -20,7 +20,7 @@ from megatron_epp.plan.proof import check
 from megatron_epp.plan.proof.deadlock import blocked
 from megatron_epp.plan.serialize import load, to_json
 from megatron_epp.plan.trace import trace
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.breakdown import memory_breakdown
@@ -36,21 +36,20 @@ from megatron_epp.tools.layouts.estimates import Estimates
 from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_SHARE, Sample, choose, fastest
 from megatron_epp.tools.layouts.rank_work import LayerWork, _stages_us, moved
 from megatron_epp.tools.report.gantt import save_gantt
-from tests.support.plan.planner_cases import GIB
+from tests.support.plan.planner_cases import GIB, LLAMA, problem
 from tests.support.plan.queue_machine import stuck
 
-PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
 LENGTHS = (30000, 9000, 5000, 3000, 2000, 700, 300)
 PLACEMENTS = {"one stage per rank": (0, 1, 2, 3), "looped": (0, 1, 2, 3, 0, 1, 2, 3), "v": (0, 1, 2, 3, 3, 2, 1, 0)}
 
 
 def costs(placement=(0, 1, 2, 3), shards: bool = True) -> PipelineCosts:
     layers = [16 // len(placement)] * len(placement)
-    return PROFILE.costs(layers, state_bytes_per_parameter=7.5, vocabulary_shares=[0.25] * 4 if shards else [])
+    return LLAMA.costs(layers, state_bytes_per_parameter=7.5, vocabulary_shares=[0.25] * 4 if shards else [])
 
 
 def made(lengths=LENGTHS, forward_only: bool = False) -> Plan:
-    return plan(Problem(lengths, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4, forward_only=forward_only), costs())
+    return plan(problem(lengths, 4, forward_only=forward_only), costs())
 
 
 def actions(plan: Plan, op: Op) -> list[Action]:
@@ -103,9 +102,8 @@ def test_crossed_shards_are_found_by_the_proof_and_by_the_independent_machine(us
 def test_the_work_and_the_weights_of_the_output_layer_are_divided():
     whole, parts = costs(shards=False), costs()
     shards = parts.vocabulary
-    head = PROFILE.head.forward + PROFILE.head.backward
-    divided = shards.logits + shards.gradient
-    assert divided.per_token_us == pytest.approx(head.per_token_us)
+    head = LLAMA.head.forward + LLAMA.head.backward
+    assert (shards.logits + shards.gradient).per_token_us == pytest.approx(head.per_token_us)
     assert parts.stages[-1].line("forward").per_token_us == pytest.approx(parts.stages[1].line("forward").per_token_us)
     moved = whole.stages[-1].static_bytes - parts.stages[-1].static_bytes
     gained = sum(stage.static_bytes for stage in parts.stages[:-1]) - sum(stage.static_bytes for stage in whole.stages[:-1])
@@ -130,10 +128,9 @@ def test_the_bound_holds_and_the_barrier_costs_little(usual):
 def test_the_bound_holds_where_shards_take_longer_than_layers(sequences, forward_only):
     profile = analytic_profile(replace(shape_of(load_flags("llama3-8b")), vocab_size=2_000_000), H100)
     uneven = profile.costs([5, 1, 1, 1], state_bytes_per_parameter=7.5, vocabulary_shares=[0.25] * 4)
-    problem = Problem((4096,) * sequences, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4, forward_only=forward_only)
-    made = plan(problem, uneven)
-    tables = tabulate(made.chunks, problem, uneven)
-    assert lower_bound_us(tables, made.chunks, problem) <= made.predicted.makespan_us * (1 + 1e-9)
+    asked = problem((4096,) * sequences, 4, forward_only=forward_only)
+    made = plan(asked, uneven)
+    assert lower_bound_us(tabulate(made.chunks, asked, uneven), made.chunks, asked) <= made.predicted.makespan_us * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -150,14 +147,13 @@ def test_local_search_judges_steps_with_the_shards(split):
 
 
 def test_costs_of_other_ranks_are_refused():
-    problem = Problem(LENGTHS, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4)
-    wrong = PROFILE.costs([4, 4, 4, 4], vocabulary_shares=[0.5, 0.5])
+    wrong = LLAMA.costs([4, 4, 4, 4], vocabulary_shares=[0.5, 0.5])
     with pytest.raises(EppError, match="shards of 2 ranks, the pipeline has 4"):
-        plan(problem, wrong)
+        plan(problem(LENGTHS, 4), wrong)
 
 
 def test_a_profile_from_before_shards_had_bytes_is_refused_where_it_needs_them():
-    older = replace(PROFILE, shards=None)
+    older = replace(LLAMA, shards=None)
     assert older.costs([8, 8, 8, 8]).vocabulary is None
     with pytest.raises(EppError, match="write it again with megatron-epp profile"):
         older.costs([8, 8, 8, 8], vocabulary_shares=[0.25] * 4)
@@ -178,16 +174,20 @@ def test_what_a_shard_keeps_for_its_weight_gradient_is_one_item_of_memory_that_g
         assert max(sizes) > min(sizes) == sizes[-1] == 0
 
 
-def sample(vocab_size: int) -> Sample:
-    profile = analytic_profile(replace(shape_of(load_flags("llama3-8b")), vocab_size=vocab_size), H100)
+BATCHES = ((9000, 4000, 4000, 2000, 1000, 700), (16000, 3000, 500, 400), (5000,) * 5)
 
+
+def sample_of(profile=LLAMA, ranks: int = 4, num_layers: int = 16, batches=BATCHES, **more) -> Sample:
     def costs_of(layout: Layout) -> PipelineCosts:
         return profile.costs(layout.layers, state_bytes_per_parameter=7.5, vocabulary_shares=layout.vocabulary_shares)
 
+    return Sample(tuple(problem(lengths, ranks) for lengths in batches), costs_of, num_layers, **more)
+
+
+def sample(vocab_size: int) -> Sample:
+    profile = analytic_profile(replace(shape_of(load_flags("llama3-8b")), vocab_size=vocab_size), H100)
     batches = (LENGTHS * 4, (8192,) * 16)
-    problems = tuple(Problem(lengths, (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4) for lengths in batches)
-    placements = (Placement("looped", 4, 1),)
-    return Sample(problems, costs_of, 16, placements=placements, vocabulary=(False, True))
+    return sample_of(profile, batches=batches, placements=(Placement("looped", 4, 1),), vocabulary=(False, True))
 
 
 @pytest.mark.parametrize(("vocab_size", "shards"), [(128256, True), (512, False)])
@@ -217,19 +217,10 @@ def test_advice_names_the_flag(capsys):
 
 
 HEADLESS = replace(
-    PROFILE,
-    embedding=replace(PROFILE.embedding, forward=NO_TIME, backward=NO_TIME),
-    head=replace(PROFILE.head, forward=NO_TIME, backward=NO_TIME),
+    LLAMA,
+    embedding=replace(LLAMA.embedding, forward=NO_TIME, backward=NO_TIME),
+    head=replace(LLAMA.head, forward=NO_TIME, backward=NO_TIME),
 )
-BATCHES = ((9000, 4000, 4000, 2000, 1000, 700), (16000, 3000, 500, 400), (5000,) * 5)
-
-
-def sample_of(profile=PROFILE, ranks: int = 4, num_layers: int = 16, **more) -> Sample:
-    def costs_of(layout: Layout) -> PipelineCosts:
-        return profile.costs(layout.layers, state_bytes_per_parameter=7.5)
-
-    problems = tuple(Problem(lengths, tuple(range(ranks)), (UNLIMITED_BYTES,) * ranks) for lengths in BATCHES)
-    return Sample(problems, costs_of, num_layers, **more)
 
 
 def test_no_other_layers_have_a_lower_floor():
@@ -249,8 +240,7 @@ def test_a_move_takes_layers_from_one_rank_to_others():
     layout = Layout((2, 2, 1), Placement("looped", 3, 1))
     assert [one.layers for one in moved(layout, 0)] == [(1, 3, 1), (1, 2, 2)]
     assert [one.layers for one in moved(layout, 2, [1])] == [(2, 3, 0)]
-    middle = Layout((2, 1, 2), Placement("looped", 3, 1))
-    assert not list(moved(middle, 1))
+    assert not list(moved(Layout((2, 1, 2), Placement("looped", 3, 1)), 1))
 
 
 def test_a_large_vocabulary_moves_layers_off_the_last_stage(caplog: pytest.LogCaptureFixture):
@@ -266,8 +256,7 @@ def test_a_large_vocabulary_moves_layers_off_the_last_stage(caplog: pytest.LogCa
 
 def test_even_layers_stay_where_no_other_layout_saves_enough():
     found = choose(sample_of(HEADLESS, placements=placements_of(4)[:1]))
-    assert found.layout == sample_of().even
-    assert found.gain == 0.0
+    assert (found.layout, found.gain) == (sample_of().even, 0.0)
 
 
 def test_ranks_have_several_stages_only_where_that_is_allowed_and_pays():

@@ -65,8 +65,7 @@ def test_a_step_that_no_walk_took_has_a_word():
 
 
 def test_local_search_is_told_where_it_made_the_plan_faster():
-    problem = Problem((632, 4763), (0, 1, 2, 3), (9 * 10**9,) * 4)
-    explanation = explain(problem, pipeline(4), Options())
+    explanation = explain(Problem((632, 4763), (0, 1, 2, 3), (9 * 10**9,) * 4), pipeline(4), Options())
     assert explanation.plan.predicted.makespan_us < explanation.walks[-1].candidates[-1].makespan_us
     assert any("local search" in line for line in why(explanation))
 
@@ -80,5 +79,4 @@ def test_the_planners_page_shows_what_the_command_prints(capsys: pytest.CaptureF
     (command,) = re.findall(r"^    megatron-epp (plan .*)$", README, re.MULTILINE)
     (shown,) = re.findall(r"^```text\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert main(command.split()) == 0
-    printed = capsys.readouterr().out
-    assert shown.strip() in printed
+    assert shown.strip() in capsys.readouterr().out

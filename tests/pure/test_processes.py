@@ -77,19 +77,11 @@ def run(folder: Path, *arguments: str, **files: str) -> str:
 
 def test_files_see_nothing_of_each_other_and_what_fails_or_ends_its_process_is_told(tmp_path: Path):
     stateful = {f"test_stateful_{number}": STATEFUL for number in range(3)}
-    output = run(
-        tmp_path,
-        "--junitxml",
-        f"{tmp_path}/results.xml",
-        test_dying=DYING,
-        test_ending=ENDING,
-        test_failing=FAILING,
-        **stateful,
-    )
+    files = {"test_dying": DYING, "test_ending": ENDING, "test_failing": FAILING, **stateful}
+    output = run(tmp_path, "--junitxml", f"{tmp_path}/results.xml", **files)
     assert re.search(r"3 failed, 12 passed, 1 skipped,.* 2 errors in", output)
-    assert "said by the test" in output
-    assert "closed behind the last test" in output
-    assert "a reason" in output
+    shown = "said by the test", "closed behind the last test", "a reason"
+    assert [text for text in shown if text not in output] == []
     assert re.findall(r"FAILED \S*test_dying.py::(\w+)", output) == ["test_that_ends_its_process", "test_behind"]
     no_result = re.findall("^no result: the process of the file's tests ended with exit code (.)", output, re.MULTILINE)
     assert sorted(no_result) == ["3", "3", "4"]

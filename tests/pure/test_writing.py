@@ -12,7 +12,7 @@ from tests.support.failing_disk import swept
 
 
 def test_whatever_fails_a_new_file_is_whole_or_not_there(tmp_path: Path):
-    """That an old one is whole is seen at commands: `test_failing_disk.py`."""
+    """That an old one is whole is seen at commands: `test_bad_mutants.py`."""
     path, failures = tmp_path / "plan.json", 0
     for error in swept(lambda: write_text(path, "new content")):
         if error is not None:

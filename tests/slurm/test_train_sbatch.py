@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.calls import wait_for
 from tests.support.mcore.forked import launch
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
-from tests.support.slurm_cluster import Cluster, missing, wait_for
+from tests.support.slurm_cluster import Cluster, missing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ITERATIONS, MORE_ITERATIONS = 2, 20
@@ -134,7 +135,7 @@ def test_flags_settings_and_slurm_give_the_same_losses(jobs, documents):
     assert losses(by_flags.output) == losses(training.text)
 
 
-@pytest.mark.slow  # two starts on two nodes; by default a job without training is put back, and `test_resume.py` resumes
+@pytest.mark.slow  # two starts on two nodes; by default a job without training is put back, and `test_killed.py` resumes
 def test_a_training_that_lost_a_task_goes_on_from_its_checkpoint(cluster, documents, home):
     save = home / "checkpoints"
     more = [f"train_iters={MORE_ITERATIONS}", f"data_path={documents}", f"save={save}", f"load={save}", "save_interval=8"]

@@ -6,10 +6,11 @@ import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
+
+from tests.support.calls import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian puts daemons
@@ -121,14 +122,6 @@ class Cluster:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-
-
-def wait_for(happened: Callable[[], bool], limit_s: float, what: str, tell: Callable[[], str] = str) -> None:
-    """Look again and again until it has happened. Raises AssertionError with what `tell` returns."""
-    end_s = time.monotonic() + limit_s
-    while not happened():
-        assert time.monotonic() < end_s, f"after {limit_s:.0f} s it is not so that {what}: {tell()}"
-        time.sleep(0.2)
 
 
 def _free_port() -> int:

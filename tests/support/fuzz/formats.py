@@ -127,8 +127,7 @@ def _record(path: Path) -> None:
 
 def _mask(path: Path) -> None:
     for mmap in (True, False):
-        found = open_mask(str(path).removesuffix(MASK_SUFFIX), NUM_TOKENS, mmap)
-        found.read(0, NUM_TOKENS)
+        open_mask(str(path).removesuffix(MASK_SUFFIX), NUM_TOKENS, mmap).read(0, NUM_TOKENS)
 
 
 def _lock(path: Path) -> None:

@@ -117,8 +117,7 @@ class Buffer:
         self._check(x)
         assert len(x) == sum(handle.received), "the handle is of another dispatch"
         handle.use(self, "combine" if topk_weights is None else "combine of gradients")
-        weights = None if topk_weights is None else self._back(topk_weights, handle)
-        return self._back(x, handle), weights, EventOverlap()
+        return self._back(x, handle), (None if topk_weights is None else self._back(topk_weights, handle)), EventOverlap()
 
     def _check(self, x):
         assert x.is_contiguous()
@@ -160,8 +159,7 @@ class HybridEPBuffer:
         experts, rows = _gathered(routing_map, self.group).flatten(0, 1)[:, own].t().nonzero().unbind(1)
         handle = Handle(buffer=self, used=set(), rows=rows, experts=experts + own.start, num_tokens=len(hidden))
         weights = _gathered(probs, self.group).flatten(0, 1)[rows, handle.experts]
-        counts = torch.bincount(experts, minlength=self.num_local_experts)
-        return everything[rows], weights, None, counts, handle
+        return everything[rows], weights, None, torch.bincount(experts, minlength=self.num_local_experts), handle
 
     @as_recorded("hybrid-ep")
     def combine_with_unpermute(self, hidden, probs=None, handle=None, **_):

@@ -72,8 +72,7 @@ def chunk_gated_delta_rule(
         added = torch.linalg.solve_triangular(bs[..., None] * lasting * (ks @ ks.mT), own, upper=False, unitriangular=True)
         outs.append(scale * (before * (qs @ initial) + (lasting * (qs @ ks.mT)) @ added))
         states.append(before[..., -1:, :] * initial + (lasting[..., -1:, :].mT * ks).mT @ added)
-    out = torch.cat(outs, dim=2).transpose(1, 2).to(v.dtype)
-    return out, torch.cat(states).float() if output_final_state else None
+    return torch.cat(outs, dim=2).transpose(1, 2).to(v.dtype), torch.cat(states).float() if output_final_state else None
 
 
 def _sequences(cu_seqlens, *tensors, dim=1):

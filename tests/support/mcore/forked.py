@@ -105,8 +105,7 @@ def train(
 
 def ranks() -> list[psutil.Process]:
     """Return the ranks of the job that runs: processes that lead a group of their own."""
-    children = psutil.Process(forks()._process.pid).children()
-    return [child for child in children if os.getpgid(child.pid) == child.pid]
+    return [child for child in psutil.Process(forks()._process.pid).children() if os.getpgid(child.pid) == child.pid]
 
 
 @functools.cache

@@ -6,6 +6,7 @@ process ends goes on. Then it is resumed, and its losses have to be those of a r
 """
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -13,13 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tests.support.calls import wait_for
 from tests.support.mcore.launch import ENVIRONMENT, TINY
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
@@ -124,13 +126,6 @@ def losses(report: Path) -> dict[int, float]:
     return {line["iteration"]: line["loss"] for line in map(json.loads, lines)}
 
 
-def wait_until(happened: Callable[[], object], what: str) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not happened():
-        assert time.monotonic() < end_s, what
-        time.sleep(0.005)
-
-
 def interrupt(starter: Starter, trial: Trial) -> None:
     ranks = starter.ranks()
     assert len(ranks) == trial.ranks, ranks
@@ -158,10 +153,11 @@ def outcome(trial: Trial, starter: Starter, folder: Path, data: str, whole: dict
     arguments: list[object] = [*FLAGS, *PARALLEL[trial.ranks], "--data-path", data, "--save", saved, "--load", saved]
     arguments += ["--save-interval", INTERVAL, *(["--async-save"] if trial.saves_aside else [])]
     running = starter.start(trial, log, [*arguments, "--epp-report-dir", folder / "first"])
-    wait_until(lambda: running.done() or max(losses(folder / "first"), default=0) >= trial.iteration, "iterations")
+    wait = functools.partial(wait_for, limit_s=LIMIT_S, pause_s=0.005)
+    wait(lambda: running.done() or max(losses(folder / "first"), default=0) >= trial.iteration, what="iterations are done")
     if trial.in_save:
         known = set(saved.glob("iter_*"))
-        wait_until(lambda: running.done() or set(saved.glob("iter_*")) - known, "a save")
+        wait(lambda: running.done() or set(saved.glob("iter_*")) - known, what="a save has begun")
     time.sleep(trial.delay_s)
     if running.done():
         yield f"it ended before anything happened: {log.read_text()[-3000:]}"
@@ -173,7 +169,7 @@ def outcome(trial: Trial, starter: Starter, folder: Path, data: str, whole: dict
     if (code == 0) != (trial.happening == "planner killed"):
         yield f"exit code {code}: {log.read_text()[-3000:]}"
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: not starter.alive(), "processes end")
+        wait(lambda: not starter.alive(), what="processes have ended")
     yield from (f"process lives on: {process.cmdline()}" for process in starter.alive())
     yield from (f"temporary file is left: {name}" for name in starter.left())
     again: dict[int, float] = {}

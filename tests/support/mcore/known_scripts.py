@@ -22,6 +22,5 @@ for name, found in json.loads({known!r}).items():
 
 def known_as_megatrons(script: Path, folder: Path) -> dict[str, str]:
     """The environment of a run that adds a script's fingerprints, from an empty folder, to Megatron's when Python starts."""
-    known = json.dumps(fingerprints_of(script.read_text()))
-    (folder / "sitecustomize.py").write_text(_ADD.format(known=known))
+    (folder / "sitecustomize.py").write_text(_ADD.format(known=json.dumps(fingerprints_of(script.read_text()))))
     return {"PYTHONPATH": f"{folder}:{REPOSITORY}"}

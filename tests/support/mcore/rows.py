@@ -165,8 +165,7 @@ def _check_choices(choices: Choices, iterations: int, batch: int, figures: Figur
     assert {tuple(plan["placement"]) for plan in plans} == {PLACEMENTS[cell.pp, cell.virtual, cell.placement]}
     assert any(plan["padding"] for plan in plans) == (cell.sp or cell.cp > 1)
     assert ("packed" if choices.plan == "packed" else "hybrid") in kinds_of(figures)
-    recomputed = {share for plan in plans for share in plan["recompute"]}
-    assert ("none" not in recomputed) == (choices.plan == "recompute")
+    assert ("none" not in {share for plan in plans for share in plan["recompute"]}) == (choices.plan == "recompute")
     assert splits_weights(figures) == cell.split
 
 

@@ -58,8 +58,7 @@ def loss_func(mask, losses):
 
 def forward_step(data_iterator, model):
     tokens, position_ids, attention_mask, labels, loss_mask = get_batch(data_iterator)
-    losses = model(tokens, position_ids, attention_mask, labels=labels)
-    return losses, partial(loss_func, loss_mask)
+    return model(tokens, position_ids, attention_mask, labels=labels), partial(loss_func, loss_mask)
 
 
 def get_embedding_ranks(pp_ranks):

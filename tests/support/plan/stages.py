@@ -7,6 +7,10 @@ from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.memory import NO_STATIC, Static
 from megatron_epp.cost.work import NO_TIME, LinearTime
 
+THREE_LAYERS: dict[str, Any] = {"num_layers": 3, "layer_bytes_per_token": 100.0, "recomputed_layer_bytes_per_token": 8.0}
+THREE_LAYERS |= {"kv_bytes_per_token": 16.0, "extra_bytes_per_token": 5.0, "head_bytes_per_token": 2.0}
+"""Sizes of a stage with which one can count."""
+
 
 def stage_of(
     *,

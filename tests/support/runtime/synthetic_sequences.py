@@ -22,8 +22,7 @@ class MemoryDataset:
         return len(self.lengths)
 
     def tokens(self, index, start=0, end=None):
-        whole = 1000 * index + np.arange(self.lengths[index] + 1)
-        return whole[start:end].astype(self._dtype)
+        return (1000 * index + np.arange(self.lengths[index] + 1))[start:end].astype(self._dtype)
 
     def trained(self, index, start, end):
         return self._masks[index][start:end] if index in self._masks else None

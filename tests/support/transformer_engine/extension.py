@@ -89,8 +89,7 @@ class _Numbered(type):
 def _product(a: Tensor, transposes_a: bool, b: Tensor, transposes_b: bool) -> Tensor:
     """Multiply as cuBLAS does, to which matrices are columns: ``b' @ a'``, where a given transpose of either is taken."""
     left = b.flatten(0, -2) if not transposes_b else b.flatten(0, -2).t()
-    right = a.flatten(0, -2).t() if transposes_a else a.flatten(0, -2)
-    return left @ right
+    return left @ (a.flatten(0, -2).t() if transposes_a else a.flatten(0, -2))
 
 
 def generic_gemm(

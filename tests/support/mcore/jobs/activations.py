@@ -8,24 +8,31 @@ its inputs and the pairs of a block, and the gate its two factors. The kernel of
 the gate, and the norm behind it its input and a statistic of every group. All else is Megatron's own code, and this package's.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core import mpu, parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.training.arguments import core_transformer_config_from_args
 
+from megatron_epp.features.exchanges.exchange_buffer import ExchangeBuffer
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.kinds import KINDS
@@ -39,7 +46,7 @@ from megatron_epp.tools.formulas.layer_sizes import BLOCK_TOKENS
 from megatron_epp.tools.formulas.library import shape_of
 from megatron_epp.tools.formulas.model_shape import RecurrentShape
 from tests.mcore.test_refusals import arguments
-from tests.support.mcore import fla_stand_in
+from tests.support.mcore import deep_ep_stand_in, fla_stand_in
 from tests.support.runtime.allocations import Allocations
 
 ANGLES = {}
@@ -272,3 +279,45 @@ def _held(args, tokens):
         output, _ = layer(x, attention_mask=None, rotary_pos_emb=angles)
         torch.distributed.barrier()  # or the group's thread may hold a tensor yet
         return allocated.peak - (allocated.live - output.nbytes)
+
+
+def buffers(sizes: Sequence[Sequence[int]], spare: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return what each dispatcher allocates for chunks of so many tokens and so many spare bytes, by iteration and rank."""
+    mpu.initialize_model_parallel(expert_model_parallel_size=2)
+    cpu = torch.device("cpu")
+    with deep_ep_stand_in.installed():
+        layer = _layer("flex", "deepep")
+        deep = ExchangeBuffer([layer], cpu)
+        deep.allocate()
+        allocated = fused_a2a._buffer
+        layer(torch.randn(3 + dist.get_rank(), 1, 16))
+        of_deep = {"num_bytes": allocated.num_nvl_bytes, "is taken": fused_a2a._buffer is allocated}
+        of_deep["reserves"] = deep.follows_chunks
+        fused_a2a._buffer = None
+        hybrid, made = ExchangeBuffer([_layer("flex", "hybridep")], cpu), []
+        hybrid.allocate()
+        for tokens, spare_bytes in zip(sizes, spare, strict=True):
+            hybrid.reserve(tokens[dist.get_rank()], spare_bytes[dist.get_rank()])
+            made.append(fused_a2a._hybrid_ep_buffer)
+        of_hybrid = {"sizes": [buffer.most for buffer in made], "num buffers": len(dict.fromkeys(map(id, made)))}
+        of_hybrid["allocates"] = fused_a2a._buffer is not None
+        fused_a2a.reset_hybrid_ep_buffer()
+        plain = ExchangeBuffer([_layer("alltoall", "deepep")], cpu)
+        plain.allocate()
+        return {"deepep": of_deep, "hybridep": of_hybrid, "alltoall": fused_a2a._buffer is not None or plain.follows_chunks}
+
+
+def _layer(dispatcher: str, backend: str) -> Any:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        add_bias_linear=False,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type=dispatcher,
+        moe_flex_dispatcher_backend=backend,
+        use_cpu_initialization=True,
+    )
+    return specs.get_gpt_layer_local_spec(num_experts=4).submodules.mlp(config)

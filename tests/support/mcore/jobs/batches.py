@@ -4,8 +4,6 @@ Returns by training and rank what `test_memory.py` looks at.
 """
 
 import contextlib
-import json
-import os
 import random
 import shlex
 from collections.abc import Sequence
@@ -29,7 +27,8 @@ from megatron_epp.planner import UNLIMITED_BYTES
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.runtime.executor import HANDLERS
-from tests.support.mcore.jobs.common import flags_of, written
+from tests.support.mcore.jobs.common import flags_of, write, written
+from tests.support.runtime.synthetic_sequences import MemoryDataset
 
 CONTEXT, VOCABULARY = 256, 95
 OPTIONS, SPLIT = "--epp-offload --epp-slices 3", "--epp-split-weight-gradient"
@@ -61,15 +60,9 @@ def of_batches(executor, batches):
     from megatron_epp.mcore.costs.sources import pipeline_costs
     from megatron_epp.mcore.iteration import sliced_run
 
-    class RandomText:
-        def __init__(self, lengths):
-            self.lengths = lengths
-
+    class RandomText(MemoryDataset):
         def tokens(self, index, start=0, end=None):
             return np.random.default_rng(index).integers(VOCABULARY, size=self.lengths[index] + 1)[start:end]
-
-        def trained(self, index, start, end):
-            return None
 
     class OfBatches(executor):
         def run(self):
@@ -110,9 +103,7 @@ def of_batches(executor, batches):
                         "recompute": sorted({str(again) for row in plan.recompute for again in row}),
                     }
                 )
-            folder = Path(args.epp_report_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(lines))
+            write(args, lines)
 
     return OfBatches
 

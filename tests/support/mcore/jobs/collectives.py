@@ -3,9 +3,7 @@
 Returns by training and rank the groups in use and those that were seen.
 """
 
-import json
 from collections import defaultdict
-from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from megatron.training import training
 from megatron_epp.mcore.iteration import sliced_run
 from megatron_epp.mcore.training import nccl_settings
 from scripts.parity.cells import OPTIMIZERS, PLANS, Case, Cell
-from tests.support.mcore.jobs.common import flags_of, written
+from tests.support.mcore.jobs.common import flags_of, write, written
 
 NAMES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier"
 
@@ -61,8 +59,7 @@ def note_collectives():
         strange = [(name, ranks(group)) for name, group in seen if group not in known and len(ranks(group)) > 1]
         used = [ranks(group) for group in in_use if group in [group for _, group in seen]]
         record = {"strange": strange, "used": used, "in_use": [ranks(group) for group in in_use]}
-        path = Path(ours.args.epp_report_dir, f"rank{dist.get_rank()}.json")
-        path.write_text(json.dumps(record))
+        write(ours.args, record)
         return answer
 
     training.train_step = train_step

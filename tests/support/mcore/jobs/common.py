@@ -6,7 +6,9 @@ Whoever imports this module has imported and patched no Megatron: `flags_of` doe
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,13 @@ def trained(num_processes: int, flags: Sequence[str], folder: Path, checkpoint: 
     (runs,) = train_all([Training(num_processes, tuple(flags), checkpoint)], folder, LIMIT_S).values()
     assert not isinstance(runs, str), f"{flags}: {runs}"
     return runs
+
+
+def write(args: Namespace, facts: object) -> None:
+    """Write what a rank has seen into the folder of its report, where `written` finds it."""
+    folder = Path(args.epp_report_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))
 
 
 def written(trainings: Mapping[str, tuple[int, Sequence[str]]], folder: Path) -> dict[str, Any]:

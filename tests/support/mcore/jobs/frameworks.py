@@ -1,8 +1,7 @@
 """Loops of frameworks around Megatron's schedules: the same microbatches by Megatron's own schedule and by plans.
 
-Jobs of `test_user_*.py`, `test_learnt_costs.py`, `test_slow_stages.py` and `test_releases.py`: each is a function below its
-heading. Worlds that stay cannot run them: they set up and change what is global of Megatron, as a framework does, and what
-their ranks print, or how they end, is what tests look at.
+Jobs of `test_user_*.py`, `test_reports.py`, `test_slow_stages.py` and `test_ways_in.py`. Worlds that stay cannot run
+them: they set up and change what is global of Megatron, as frameworks do, and tests look at how ranks end and what they print.
 """
 
 import contextlib

@@ -75,8 +75,7 @@ class VisionLanguage(torch.nn.Module):
             rows, *features = entering
             for layer, more in zip(self.language_model.decoder.layers, features, strict=False):
                 hooks.append(layer.register_forward_hook(lambda _, args, output, more=more: (output[0] + more, output[1])))
-        mask = causal(tokens.shape[1])
-        output = self.language_model(tokens, positions, mask, decoder_input=rows, labels=labels)
+        output = self.language_model(tokens, positions, causal(tokens.shape[1]), decoder_input=rows, labels=labels)
         for hook in hooks:
             hook.remove()
         return output
@@ -241,8 +240,7 @@ def pictures(
 
 def refusals() -> dict[str, str]:
     """Return what is said of samples and functions that cannot be honoured, and whether right ones train afterwards."""
-    loop = begin(LENGTHS, calculate_per_token_loss=True)
-    model, said, right = VisionLanguage(loop.models[0]), {}, samples()
+    model, said, right = VisionLanguage(begin(LENGTHS, calculate_per_token_loss=True).models[0]), {}, samples()
 
     def told(name: str, batch: Any = right, **settings: Any) -> None:
         def train() -> None:

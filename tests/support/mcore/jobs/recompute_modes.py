@@ -4,8 +4,6 @@ from the same weights and random states.
 Returns by training and rank what `test_recompute_modes.py` looks at.
 """
 
-import json
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +21,7 @@ from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.runtime.attention import core as attention
 from megatron_epp.runtime.executor import HANDLERS
 from megatron_epp.runtime.lowered import prepare
-from tests.support.mcore.jobs.common import flags_of, written
+from tests.support.mcore.jobs.common import flags_of, write, written
 
 RECOMPUTE_MODES = {
     "whole": Recompute(full=8), "linear": Recompute(selective=8), "mlp": Recompute(mlp=8), "each": Recompute(1, 1, 1),
@@ -144,9 +142,7 @@ def by_levels(executor):
                 "zeros": [key for key, grad in plain.items() if not grad.any()],
                 "slices": any(chunk.slice_of(self.plan.lengths) is not None for chunk in self.plan.chunks),
             }
-            folder = Path(sliced_run.current().args.epp_report_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))
+            write(sliced_run.current().args, facts)
 
     return ByLevels
 

@@ -1,6 +1,6 @@
 """Loops of reinforcement learning around Megatron's schedules: frameworks' iterators, and replicas that share experts.
 
-Jobs of `test_user_frameworks.py`, in the manner of `frameworks`.
+Jobs of `test_user_microbatches.py`, in the manner of `frameworks`.
 """
 
 import os

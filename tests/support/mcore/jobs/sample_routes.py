@@ -1,4 +1,4 @@
-"""Jobs of `test_sample_routes.py`: samples with routes in slices, and whole by Megatron's own replay of the same routes."""
+"""Jobs of `test_losses_in_training.py`: samples with routes in slices, and whole by Megatron's replay of the same routes."""
 
 import re
 from collections.abc import Mapping
@@ -146,8 +146,7 @@ def _count(calls: list[int], *_: Any) -> None:
 
 def refusals() -> dict[str, str]:
     """Return what is said of routes that cannot be replayed, and whether right ones train afterwards."""
-    loop = begin(LENGTHS, **MODEL)
-    (model,), right, said = loop.models, made(), {}
+    (model,), right, said = begin(LENGTHS, **MODEL).models, made(), {}
     first, *others = right
     schedule = megatron_epp.wrap_samples(**SETTINGS)
 

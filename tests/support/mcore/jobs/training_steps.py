@@ -62,8 +62,7 @@ def compared(trainer: Trainer, batches: Sequence[Sequence[dict[str, Any]]]) -> d
     was_installed = bool(_installed)
     planned = [trainer.run(batch) for batch in batches]
     uninstall()
-    stock = [trainer.run(batch) for batch in batches]
-    pairs = zip(planned, stock, strict=True)
+    pairs = zip(planned, [trainer.run(batch) for batch in batches], strict=True)
     batches = []
     for ours, theirs in pairs:
         told = {name: (ours[name], theirs[name]) for name in ("losses", "order")}
