@@ -1,4 +1,4 @@
-"""Measured times of a run of a plan, and planned and measured iterations in one form: boxes, which pictures and traces draw.
+"""Measured times of a run of a plan.
 
 The runtime writes measured times as JSON, in microseconds since the start of the iteration::
 
@@ -18,20 +18,10 @@ from typing import Any, NamedTuple
 
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.codec import Codec, FileFormat
-from megatron_epp.plan.document import digest
 from megatron_epp.plan.errors import EppError, PlanError
-from megatron_epp.plan.operations import Track, is_compute, operation
-from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.reading import brief, brief_text, naming_file, number, read_text
-from megatron_epp.plan.simulation import Timeline
+from megatron_epp.plan.operations import is_compute
+from megatron_epp.plan.reading import brief, naming_file, number, read_text
 from megatron_epp.plan.writing import write_text
-
-_FAR = 2.0
-"""Largest ratio of the makespans of a plan and a run of it for which pictures have one time axis."""
-FAR_WITH_ZOOM = 10.0
-"""The same for pages, where a reader can zoom in."""
-COMPUTE, COPY, LINK = "compute", "copy", "link"
-"""Streams of a rank."""
 
 
 class Event(NamedTuple):
@@ -117,56 +107,3 @@ def _event(entry: Any) -> Event:
 
 
 _FORMAT = FileFormat("measurement", "megatron-epp/measured", 1, Codec(readers={Event: _event}))
-
-
-def far_from(plan: Plan, measured: Measured, ratio: float = _FAR) -> bool:
-    """True if a time axis for both a plan and a run of it would squeeze one of them, to less than one part in `ratio`."""
-    longest, shortest = (choose(plan.predicted.makespan_us, measured.makespan_us) for choose in (max, min))
-    return 0.0 < ratio * shortest < longest
-
-
-class Box(NamedTuple):
-    """One step on one stream of one rank, microseconds since the start of the iteration."""
-
-    rank: int
-    stream: str
-    action: Action
-    start_us: float
-    end_us: float
-    also: tuple[Action, ...] = ()
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        return (self.action, *self.also)
-
-
-def planned_boxes(timeline: Timeline) -> list[Box]:
-    """Boxes of a simulated plan, compute then copies, in the order of each rank."""
-    plan, boxes = timeline.plan, []
-    times = (COMPUTE, timeline.start_us, timeline.end_us), (COPY, timeline.copy_start_us, timeline.copy_end_us)
-    for (stream, starts, ends), (_, table) in zip(times, plan.tables, strict=True):
-        for rank, steps in enumerate(table):
-            boxes += [
-                Box(rank, stream, step.action, starts[rank][i], ends[rank][i], step.actions[1:]) for i, step in enumerate(steps)
-            ]
-    return boxes
-
-
-def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
-    """Boxes of a run of the plan. Raises `PlanError` if the run was of another plan, or has actions that the plan lacks."""
-    if (plan_digest := digest(plan)) != measured.plan_digest:
-        raise PlanError(f"the measurement is of plan {brief_text(measured.plan_digest[:12])}, this is plan {plan_digest[:12]}")
-    if len(measured.ranks) != plan.num_ranks:
-        raise PlanError(f"the measurement has {len(measured.ranks)} ranks, the plan has {plan.num_ranks}")
-    for event in (event for events in measured.ranks for event in events):
-        sites = operation(event.action.op).sites(plan.placement)
-        if not (event.action.stage < len(sites) and event.action.chunk < len(plan.chunks)):
-            raise PlanError(
-                f"the measurement has {event.action}; the plan has {plan.num_stages} stages and {len(plan.chunks)} chunks"
-            )
-    return [Box(rank, _stream(e.action), e.action, e.start_us, e.end_us) for rank, es in enumerate(measured.ranks) for e in es]
-
-
-def _stream(action: Action) -> str:
-    track = operation(action.op).track
-    return COMPUTE if track is Track.COMPUTE else COPY if track is Track.COPY else LINK

@@ -202,18 +202,6 @@ def register(operation: Operation) -> Operation:
     return operation
 
 
-def unregister(op: Op) -> None:
-    """Remove an added kind of action, for tests, with the collectives and messages that it has added."""
-    removed = _TABLE.pop(op)
-    for _, need in _relations(removed):
-        carries = need.carries
-        if isinstance(carries, Collective):
-            _TABLE.pop(carries.op, None)
-        elif isinstance(carries, MessageKind) and carries.times is None:
-            _TABLE.pop(carries.send, None)
-            _TABLE.pop(carries.receive, None)
-
-
 def _relations(operation: Operation) -> Iterator[tuple[Op, Need]]:
     """Yield the relations that an operation states, each with the operation that waits."""
     yield from ((operation.op, need) for need in operation.needs)

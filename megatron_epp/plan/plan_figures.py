@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.units import format_bytes
 
@@ -32,21 +31,6 @@ def recompute_share(plan: Plan) -> float:
 def copies_us(plan: Plan) -> float:
     """Time of all ranks' copies to and from the host in microseconds; they are overlapped with compute."""
     return sum(copy.time_us for copies in plan.copies for copy in copies)
-
-
-def recompute_in_backward(plan: Plan) -> dict[Action, float]:
-    """Share of each backward's time that is recompute inside it, by action.
-
-    Backwards without recompute, or with a separate `R`, are omitted.
-    """
-    steps = {action: step for rank in plan.ranks for step in rank for action in step.actions}
-    shares = {}
-    for stage, row in enumerate(plan.recompute_us):
-        for chunk, again_us in enumerate(row):
-            backward = steps.get(Action(Op.B, stage, chunk))
-            if again_us > 0 and backward and backward.time_us > 0 and Action(Op.R, stage, chunk) not in steps:
-                shares[Action(Op.B, stage, chunk)] = min(again_us / backward.time_us, 1.0)
-    return shares
 
 
 def offload_share(plan: Plan) -> float:

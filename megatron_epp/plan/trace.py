@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.plan.action import Action
+from megatron_epp.plan.boxes import COMPUTE, COPY, LINK, Box, measured_boxes, planned_boxes
 from megatron_epp.plan.graph import Transfer, build_graph
-from megatron_epp.plan.measured import COMPUTE, COPY, LINK, Box, Measured, measured_boxes, planned_boxes
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.operations import Role, Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulation import Timeline, simulate

@@ -22,6 +22,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.tools.formulas import CPU, ModelShape, analytic_costs
+from tests.support.plan.added import unregister
 from tests.support.plan.queue_machine import makespan_us, stuck
 from tests.support.runtime.rank_processes import Ranks
 
@@ -42,7 +43,7 @@ def defined():
     before = (Before(Op.B, Need(K, At.EVERY, only=At.LAST, carries=Collective(SUM))),)
     named = {"op": K, "text": "loss shard", "colour": "#123456", "presence": Presence.COMPLETE, "sites": operations.of_ranks}
     yield operations.register(Operation(**named, needs=needs, before=before, rows=rows))
-    operations.unregister(K)
+    unregister(K, SPREAD, SUM)
 
 
 class Shards:

@@ -25,6 +25,7 @@ from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.sizing import SIZES_PER_OCTAVE, size_class, size_classes
 from scripts import write_communicators
 from scripts.write_communicators import CHANNEL_BYTES, link_use, num_connections
+from tests.support.plan.added import unregister
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import chunk, make_plan, one_f_one_b, two_by_two, whole, with_rows, with_step
 
@@ -321,7 +322,7 @@ def test_an_added_operation_is_known_with_its_collectives_until_it_is_removed():
         assert operation(K) is SHARD
         assert operation(SPREAD).text == f"collective {SPREAD}"
     finally:
-        operations.unregister(K)
+        unregister(K, SPREAD)
     for op in (K, SPREAD):
         with pytest.raises(PlanError, match=f"operation {op} has no definition"):
             operation(op)

@@ -14,12 +14,13 @@ import pytest
 
 from megatron_epp.cost.memory import DYNAMIC, LOSS_BLOCK, MESSAGES, WORKING, Static
 from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.boxes import recompute_in_backward
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.measured import Event, Measured
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import UNLIMITED_BYTES
-from megatron_epp.plan.plan_figures import main_items, recompute_in_backward, recompute_share
+from megatron_epp.plan.plan_figures import main_items, recompute_share
 from megatron_epp.plan.serialize import save
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.trace import trace

@@ -9,12 +9,13 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
 
+from megatron_epp.plan.boxes import measured_boxes
 from megatron_epp.plan.columns import columns_of, listed
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.launches import Rows
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.measured import Measured, measured_boxes
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.proof import check, report
 from megatron_epp.plan.proof.actions import check_presence

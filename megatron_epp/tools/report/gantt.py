@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_epp.plan.action import Op
+from megatron_epp.plan.boxes import COMPUTE, COPY, Box, far_from, measured_boxes, planned_boxes, recompute_in_backward
 from megatron_epp.plan.errors import EppError, PlanError
-from megatron_epp.plan.measured import COMPUTE, COPY, Box, Measured, far_from, measured_boxes, planned_boxes
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import Track, operation, operations
 from megatron_epp.plan.plan import Plan, is_unlimited
-from megatron_epp.plan.plan_figures import is_calibrated, recompute_in_backward, recompute_share
+from megatron_epp.plan.plan_figures import is_calibrated, recompute_share
 from megatron_epp.plan.reading import printable
 from megatron_epp.plan.simulation import Timeline, simulate
 from megatron_epp.plan.units import byte_unit, format_bytes

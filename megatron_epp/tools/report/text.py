@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
+from megatron_epp.plan.boxes import COMPUTE, measured_boxes, planned_boxes
 from megatron_epp.plan.chunk import Segment
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.kv_offload import host_peak_bytes
-from megatron_epp.plan.measured import COMPUTE, Measured, measured_boxes, planned_boxes
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.plan import Plan, is_unlimited
 from megatron_epp.plan.plan_figures import bubble_fraction, busy_us, copies_us, is_calibrated, kv_offload_bytes, recompute_share

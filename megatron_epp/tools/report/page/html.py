@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 
 from megatron_epp.plan import critical_path as paths
 from megatron_epp.plan.action import Action
+from megatron_epp.plan.boxes import COMPUTE, COPY, FAR_WITH_ZOOM, LINK, far_from, measured_boxes, recompute_in_backward
 from megatron_epp.plan.critical_path import BindingDependency, DependencyKind
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.graph import Graph, build_graph
-from megatron_epp.plan.measured import COMPUTE, COPY, FAR_WITH_ZOOM, LINK, Measured, far_from, measured_boxes
+from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.memory_breakdown import MemoryBreakdown
 from megatron_epp.plan.operations import ANYWHERE, of_stages, operations
 from megatron_epp.plan.plan import Copy, Plan, is_unlimited
-from megatron_epp.plan.plan_figures import is_calibrated, recompute_in_backward, recompute_share
+from megatron_epp.plan.plan_figures import is_calibrated, recompute_share
 from megatron_epp.plan.simulation import Timeline, simulate
 from megatron_epp.plan.writing import write_text
 from megatron_epp.tools.report.gantt import item_colours, strengths_of
