@@ -272,7 +272,7 @@ def test_a_framework_may_ask_for_learnt_costs_and_for_no_others() -> None:
 LOOKAHEAD = 1
 FIRST = LEARNING + LOOKAHEAD + 1
 """First batch that is planned by learnt costs."""
-LEARNING = shlex.split(
+OF_SHARDS = shlex.split(
     "--pipeline-model-parallel-size 2 --seq-length 64 --max-position-embeddings 64 --untie-embeddings-and-output-weights "
     f"--vocab-size 255 --save-interval {LEARNING} --train-iters {FIRST} "
     f"--epp-vocab-parallel on --epp-costs learn --epp-lookahead {LOOKAHEAD} --epp-trace {FIRST - 1} {FIRST}"
@@ -285,7 +285,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a training on two ranks, with its log, plans and checkpoints."""
     place = tmp_path_factory.mktemp("learnt")
     data = write_pair(place / "documents", documents_of(long_tailed_lengths(80, 64), vocab_size=255))
-    flags = [*PLANNED, *LEARNING, "--data-path", data, "--save", place / "checkpoints", "--epp-report-dir", place]
+    flags = [*PLANNED, *OF_SHARDS, "--data-path", data, "--save", place / "checkpoints", "--epp-report-dir", place]
     finished = launch(2, CHANGED, "given_times", *flags)
     assert finished.returncode == 0, finished.output[-5000:]
     (place / "log").write_text(finished.output)
