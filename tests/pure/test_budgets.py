@@ -18,14 +18,14 @@ PROGRAMS = {
             "mcore.iteration.document_schedule",
             "mcore.training.checkpoints",
         ),
-        20_350,
+        20_200,
     ),
-    "iteration": (("mcore.iteration.document_schedule",), 14_120),
-    "planner": (("planner.search", "planner.service.answers"), 11_660),
-    "command line": (("tools.cli.main",), 1_940),
+    "iteration": (("mcore.iteration.document_schedule",), 13_330),
+    "planner": (("planner.search", "planner.service.answers"), 11_710),
+    "command line": (("tools.cli.main",), 1_970),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 59_080, "megatron_epp/contrib": 6_075, "tests": 51_360, "scripts": 9_816}
+FOLDERS = {"megatron_epp": 59_430, "megatron_epp/contrib": 5_960, "tests": 51_380, "scripts": 9_816}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 
