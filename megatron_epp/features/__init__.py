@@ -48,6 +48,7 @@ class Feature:
     # (`cost.work.work_of`), and `layouts` from a plan to those of its chunks (`runtime.context.chunk_layouts`).
     batched: Callable[[Plan | Problem], bool] = _never
     choice: str = ""
+    divisible: str = ""  # from a problem of the whole batch and a number of replicas to one that they can share
     work: str = ""
     layouts: str = ""
     head: str = ""  # from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made
@@ -168,6 +169,7 @@ FEATURES = (
         "groups of 8 responses of 1,000 tokens to prompts of 4,000 take 2.5 times less: tests/pure/test_planner_trees.py",
         batched=lambda batch: bool(batch.borrowed),
         choice=f"{_HERE}trees.choice:faster",
+        divisible=f"{_HERE}trees.choice:divisible",
         work=f"{_HERE}trees.tree_work:work_of_tree",
         layouts=f"{_HERE}trees.tree_layouts:tree_layouts",
     ),

@@ -160,7 +160,7 @@ class Executor:
         (table, view, group, begun, cache), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
         kv_cache = self.stages[stage].kv_cache
         if cache is not type(kv_cache):
-            kv_cache = kv_cache.carried(cache)
+            kv_cache = kv_cache.of_kind(cache)
         context = ChunkContext(chunk, table, kv_cache, view, recompute, no_graph, loss_group=group, begun=begun)
         running = context.kv_cache.running(context.view, False)
         with self.recorder.action(action), running, torch.set_grad_enabled(not no_graph):

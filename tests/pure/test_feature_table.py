@@ -21,6 +21,7 @@ KINDS = (
     "split",
     "finish",
     "choice",
+    "divisible",
     "work",
     "layouts",
 )

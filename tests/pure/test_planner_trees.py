@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_epp.features.trees.choice import divisible
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.plan.proof import check
@@ -97,6 +98,19 @@ def test_under_tight_caps_forests_recompute_and_copy_but_keep_keys_and_values_on
     made = plan(replace(asked, cap_bytes=((peak + static) // 2,) * 2), costs, Options(offload=offload))
     assert (check(made), made.kv_offload) == ([], ())
     assert any(made.copies) if offload else any(sum(each) for row in made.recompute for each in row)
+
+
+def test_a_tree_of_the_whole_batch_is_split_for_replicas_where_least_is_shared():
+    lengths, borrowed = groups(4, 4, 1000, 500)
+    joined = [Borrowed(0, 99) if q and not q % 4 else own for q, own in enumerate(borrowed)]  # all prompts begin alike
+    asked = replace(problem(lengths, 2), borrowed=tuple(joined))
+    assert len(asked.indivisible) == 1
+    assert divisible(asked, 1) == asked
+    for replicas in (2, 4):
+        shared = divisible(asked, replicas)
+        assert len(shared.indivisible) >= replicas
+        assert sum(count > 99 for _, count in shared.borrowed) == 12  # no group was split
+    assert len(divisible(asked, 8).indivisible) >= 8
 
 
 def test_a_part_of_a_batch_keeps_what_its_sequences_borrow():

@@ -1,4 +1,4 @@
-"""Choice between a plan with shared prefixes and one of separate sequences, the faster of the two."""
+"""Choice of what is shared: between a plan with shared prefixes and one of separate sequences, and among replicas."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron_epp.cost.model import Costs
 from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan.chunk import NOTHING_BORROWED
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import Chunker
 
@@ -26,3 +27,16 @@ def faster(problem: Problem, costs: Costs, options: Options, plan: Callable[[Pro
     if Chunker.of(separate, costs, options.chunk_tokens).total_us >= shared.predicted.makespan_us:
         return shared
     return min(shared, plan(separate), key=lambda each: each.predicted.makespan_us)
+
+
+def divisible(problem: Problem, replicas: int) -> Problem:
+    """Return the problem with trees that replicas can share: where one is more than a replica's part, sequences that borrow
+    least of it run whole.
+    """
+    for least in sorted({count for _, count in problem.borrowed if count}):
+        own = [sum(problem.lengths[at] - problem.first_token(at) for at in unit) for unit in problem.indivisible]
+        if len(own) >= replicas and max(own) * replicas <= sum(own):
+            break
+        borrowed = tuple(each if each.tokens > least else NOTHING_BORROWED for each in problem.borrowed)
+        problem = replace(problem, borrowed=borrowed if any(count for _, count in borrowed) else ())
+    return problem

@@ -82,9 +82,11 @@ class TreeCache(SlicedKVCache):
     _nodes: dict[tuple[Node, HeadGroup], _Rows] = field(default_factory=dict)
     _is_again: bool = False  # a backward runs, whose recompute appends once more
 
+    _num_bytes: int = 0
+
     @property
     def num_bytes(self) -> int:
-        return sum(own.num_bytes for own in self._nodes.values())
+        return self._num_bytes
 
     def carried[T](self, kind: type[T]) -> T:
         raise EppError(
@@ -110,7 +112,8 @@ class TreeCache(SlicedKVCache):
         for _, node in tree.parts:
             here = slice(at, at := at + node.end - node.start)
             if (node, group) not in self._nodes:
-                self._nodes[node, group] = _Rows(tuple(compact(x[here]) for x in cached), node.num_readers)
+                own = self._nodes[node, group] = _Rows(tuple(compact(x[here]) for x in cached), node.num_readers)
+                self._num_bytes += own.num_bytes
             elif not self._is_again:
                 raise KVCacheError(f"{_where(layer, node)}: attention runs twice in the forward of the tokens at {node.start}")
         return self._gathered(layer, tree, group, [x[at:] for x in cached])
@@ -147,7 +150,7 @@ class TreeCache(SlicedKVCache):
                 own = tuple((total if heads is None else total[:, heads]) + x for total, x in zip(sums, own, strict=True))
             complete.insert(0, tuple(x.to(grad.dtype) for x, grad in zip(own, grads, strict=True)))
             if is_last:
-                del self._nodes[node, group]
+                self._free(node, group)
         return tuple(torch.cat(each) for each in zip(*complete, rest, strict=True))
 
     def release(self, layer: int, view: SliceView, part: int = 0) -> None:
@@ -157,12 +160,15 @@ class TreeCache(SlicedKVCache):
                 self._nodes[piece.node, group].readers -= 1
             for own in (*(piece.node for piece in pieces), node):
                 if not self._nodes[own, group].readers:
-                    del self._nodes[own, group]
+                    self._free(own, group)
 
     def assert_empty(self) -> None:
         if self._nodes:
             left = sorted({(group.layer, node.sequence) for node, group in self._nodes})
             raise KVCacheError(f"caches of (layer, sequence) {left} were never freed")
+
+    def _free(self, node: Node, group: HeadGroup) -> None:
+        self._num_bytes -= self._nodes.pop((node, group)).num_bytes
 
     def _gathered(self, layer: int, tree: TreeView, group: HeadGroup, rest: Sequence[Tensor]) -> Tensors:
         """Return what the queries of a chunk attend to: of each segment its prefix and its own rows, then the padding's."""
@@ -183,6 +189,7 @@ class TreeCache(SlicedKVCache):
             own.gradients = tuple(
                 torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if wide else x.dtype) for x in own.rows
             )
+            self._num_bytes += sum(x.nbytes for x in own.gradients)
         for total, x in zip(own.gradients, grads, strict=True):
             of_heads = total if heads is None else total[:, heads]
             of_heads[: len(x)] += x

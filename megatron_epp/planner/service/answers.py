@@ -13,6 +13,7 @@ from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, BlockCosts, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.model import Costs, PipelineCosts
 from megatron_epp.cost.work import LinearTime
+from megatron_epp.features import batch_target
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem
 from megatron_epp.planner.estimate import about_us
@@ -62,6 +63,8 @@ def plans_of_batch(
 ) -> PackedPlans:
     """Divide a batch over replicas, and plan the shares of a group's. Arguments as in `port.planning.BackgroundPlanner`."""
     start_s = time.perf_counter()
+    if (share := batch_target(problem, "divisible")) is not None:
+        problem = share(problem, sum(map(len, lockstep_groups)))
     division = _division(problem, costs, options, lockstep_groups)
     shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
     problems = tuple(map(problem.part, shares))

@@ -123,6 +123,12 @@ class SlicedKVCache:
         part: T = self._carried[kind]
         return part
 
+    def of_kind[Cache: SlicedKVCache](self, kind: type[Cache]) -> Cache:
+        """Return the cache of chunks that need one of another kind, with the same settings, made when asked."""
+        cache = self.carried(kind)
+        cache.fp32_gradients = self.fp32_gradients
+        return cache
+
     @property
     def cache_bytes(self) -> int:
         return self._device.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
