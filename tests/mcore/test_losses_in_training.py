@@ -153,7 +153,7 @@ def test_a_token_whose_loss_overflows_ends_the_run_before_the_optimizers_step(sa
     given = flags([stale, samples[1]], f"{OWN}:GRPO", Cell(pp=2), "--epp-slices 3 --log-interval 1")
     finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *given, timeout_s=200)
     assert finished.returncode != 0
-    named = rf"policy loss: the loss of token 1 of {re.escape(str(stale))}: line \d+, or its gradient, is not finite"
+    named = rf"policy loss: the loss of token 1 of {re.escape(str(stale))}:\d+, or its gradient, is not finite"
     assert re.search(named, finished.output), finished.output[-3000:]
     assert "reference_logprobs 10000" in finished.output
     assert "iteration        1/" not in finished.output  # Megatron's line behind a step
