@@ -232,8 +232,14 @@ class Plan:
         return (False, self.ranks), (True, self.copies)
 
     @property
+    def num_shared_tokens(self) -> int:
+        """Tokens that do not run, since another sequence has them."""
+        return sum(tokens for _, tokens in self.borrowed)
+
+    @property
     def num_tokens(self) -> int:
-        return sum(self.lengths)
+        """Tokens that run."""
+        return sum(self.lengths) - self.num_shared_tokens
 
     def padded_tokens(self, chunk: int) -> int:
         """Tokens of a chunk after padding: the length of every message that carries it (before sequence parallelism)."""

@@ -343,8 +343,7 @@ class SampleSchedule:
         pieces = ([of_rank[at] for _, of_rank, _ in of_ranks if at in of_rank] for at in range(count if wants else 0))
         joined = tuple(map(_joined, pieces))
         of_each = ((), joined) if self._asks.has_values else (joined, ())
-        shared = sum(count for _, count in batch.plan.borrowed)
-        return SampleReport(means, divisor, len(batch.plan.chunks), of_each[0], of_each[1], shared)
+        return SampleReport(means, divisor, len(batch.plan.chunks), of_each[0], of_each[1], batch.plan.num_shared_tokens)
 
 
 def _gradients(models: Sequence[torch.nn.Module]) -> list[torch.Tensor | None]:

@@ -167,6 +167,8 @@ def iteration_text(line: dict[str, Any], loss: str = "") -> str:
     ]
     if any(line["planned_host_peak_bytes"]):
         parts.append(f"offload: {line['offload_share']:.1%} ({line['copies_us'] / _MS:.1f} ms overlapped with compute)")
+    if line.get("shared_tokens"):
+        parts.append(f"tokens shared: {line['shared_tokens']:,}")
     if line.get("kv_offload_bytes"):
         parts.append(f"KV offload (GiB): {line['kv_offload_bytes'] / _GIB:.3g}")
     if line["replicas"] > 1:

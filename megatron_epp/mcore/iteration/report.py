@@ -205,6 +205,7 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
         "copies_us": copies_us(plan),
         "offload_share": offload_share(plan),
         "kv_offload_bytes": kv_offload_bytes(plan),
+        "shared_tokens": plan.num_shared_tokens,
         "planned_host_peak_bytes": [0] * plan.num_ranks,
         "padding_share": 1 - plan.num_tokens / padded,
     }
