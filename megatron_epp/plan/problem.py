@@ -162,6 +162,7 @@ class Options:
         seed: of the planner's random choices; recorded in the plan.
         overlap_exchanges: with the planner "greedy", join backwards and forwards into steps of two where that is faster: each
             computes while the other exchanges activations between tensor-parallel ranks.
+        shares: tokens that sequences begin with in common run once, also where a plan without that is faster.
     """
 
     chunk_tokens: int | None = None
@@ -177,6 +178,7 @@ class Options:
     plan_limit_s: float | None = None
     seed: int = 0
     overlap_exchanges: bool = False
+    shares: bool = False
 
     def modes(self, known: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of `Recompute` that a plan may use, of those that the costs know."""

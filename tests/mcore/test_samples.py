@@ -68,27 +68,27 @@ def test_slices_have_the_gradients_of_whole_samples_under_megatrons_schedule(num
 
 
 TREES = [
-    pytest.param(2, {}, id="two stages"),
-    pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, id="tensor and sequence parallel"),
-    pytest.param(4, {"replicas": 2}, id="replicas"),
-    pytest.param(4, {"context_parallel": 2}, id="context parallel"),
-    pytest.param(2, {"plans": {"recompute": 1}}, id="recompute"),
-    pytest.param(2, {"plans": {"offload": True, "memory_cap_gb": 0.00023}}, id="offload"),
-    pytest.param(2, {"plans": {"split_weight_gradient": "on"}}, id="split weight gradients"),
-    pytest.param(2, {"plans": {"share_prefixes": False}}, id="apart"),
+    pytest.param(2, {}, {}, id="two stages"),
+    pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, {}, id="tensor and sequence parallel"),
+    pytest.param(4, {"replicas": 2}, {}, id="replicas"),
+    pytest.param(4, {"context_parallel": 2}, {}, id="context parallel"),
+    pytest.param(2, {}, {"recompute": 1}, id="recompute"),
+    pytest.param(2, {}, {"offload": True, "memory_cap_gb": 0.00023}, id="offload"),
+    pytest.param(2, {}, {"split_weight_gradient": "on"}, id="split weight gradients"),
+    pytest.param(2, {}, {"share_prefixes": False}, id="alone"),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), TREES)
-def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_samples(num_ranks, layout):
-    found = of_ranks(job(num_ranks, "samples:grpo", prompt=36, **layout))
+@pytest.mark.parametrize(("num_ranks", "layout", "plans"), TREES)
+def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_samples(num_ranks, layout, plans):
+    plans = {"share_prefixes": True} | plans
+    found = of_ranks(job(num_ranks, "samples:grpo", prompt=36, plans=plans, **layout))
     expected = [loss for one in found for loss in one["expected"]]
     for one in found:
         assert one["worst"] <= TOLERANCE
         assert one["losses"] == pytest.approx(3 * [sum(expected) / len(expected)], rel=TOLERANCE)
         assert max(one["logprobs"], default=0.0) <= TOLERANCE
-    shared = 0 if layout.get("plans", {}).get("share_prefixes") is False else 35
-    assert max(one["shared"] for one in found) == shared  # of the replica that has the two
+    assert max(one["shared"] for one in found) == 35 * plans["share_prefixes"]  # of the replica that has the two
 
 
 def _scale(layout):

@@ -206,7 +206,7 @@ class SampleSchedule:
             return self._run
         config, inside = get_model_config(models[0]), [*map(language_model_of, models)]
         longest = max(from_each_of_job(max(int(getattr(model, "max_sequence_length", 0) or 0) for model in inside)))
-        args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
+        args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest, "epp_share_prefixes": self._shares})
         raise_for(from_each_of_job(next(filter(None, (refusal(model, self.loss.average) for model in models)), "")))
         for model in models:
             adopt_built(model, args)
@@ -423,7 +423,7 @@ def wrap_samples(
         feature_layers: layers of the first stage, from 0, to whose outputs features are added, which `inputs` then returns
             behind the rows: a pair of rows and a list of as many tensors ``[tokens, 1, hidden]``.
         share_prefixes: run what samples begin with in common once, such as a prompt of several responses. By default where the
-            model allows it; False for every sample by itself.
+            model allows it and it is planned to be faster; True for always, False for every sample by itself.
         settings: flags of training by their names behind ``--epp-``, as ``memory_cap_gb=60``: those of `SETTINGS`.
 
     Raises:

@@ -18,6 +18,8 @@ LEAST_SHARE = 0.02
 def faster(problem: Problem, costs: Costs, options: Options, plan: Callable[[Problem], Plan]) -> Plan:
     """Return the faster plan. That of separate sequences is not made where their work takes longer."""
     separate = replace(problem, borrowed=())
+    if options.shares:
+        return plan(problem)
     if sum(count for _, count in problem.borrowed) < LEAST_SHARE * sum(problem.lengths):
         return plan(separate)
     try:
@@ -30,12 +32,13 @@ def faster(problem: Problem, costs: Costs, options: Options, plan: Callable[[Pro
 
 
 def divisible(problem: Problem, replicas: int) -> Problem:
-    """Return the problem with trees that replicas can share: where one is more than a replica's part, sequences that borrow
-    least of it run whole.
+    """Return the problem with trees that replicas can share: where one takes longer than a replica's part of all without the
+    weakest links, sequences that borrow least run whole.
     """
     for least in sorted({count for _, count in problem.borrowed if count}):
         own = [sum(problem.lengths[at] - problem.first_token(at) for at in unit) for unit in problem.indivisible]
-        if len(own) >= replicas and max(own) * replicas <= sum(own):
+        again = sum(count for _, count in problem.borrowed if count == least)
+        if len(own) >= replicas and max(own) * replicas <= sum(own) + again:
             break
         borrowed = tuple(each if each.tokens > least else NOTHING_BORROWED for each in problem.borrowed)
         problem = replace(problem, borrowed=borrowed if any(count for _, count in borrowed) else ())

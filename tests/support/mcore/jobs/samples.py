@@ -130,7 +130,7 @@ def pairs(replicas: int = 1, per_token: bool = True, prompt: int = 0, **settings
     order = (0, 3, 1, 2, 4, 5)
     samples = [one | {"group": number // 2, "preferred": number % 2} for number, one in zip(order, made(prompt), strict=True)]
     training = DataParallel(loop, samples)
-    schedule = megatron_epp.wrap_samples(loss=Preference(beta=0.5), **SETTINGS)
+    schedule = megatron_epp.wrap_samples(loss=Preference(beta=0.5), share_prefixes=bool(prompt) or None, **SETTINGS)
     found, report = training.sliced(schedule, wants_logprobs=True)
     schedule.close()
     masks = [one["trained"][1:].float() for one in samples]
