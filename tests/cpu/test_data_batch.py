@@ -18,6 +18,7 @@ from megatron_epp.data.indexed_documents import PARTS, any_trained, trained_labe
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler, epoch_order, permuted
 from megatron_epp.plan import EppError, Segment
+from megatron_epp.plan.problem import Lengths
 from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 LENGTHS = (50, 3, 1, 7)
@@ -156,7 +157,7 @@ def test_the_planner_gets_them_with_the_lengths():
             next(batches)
         batches.close()
     asked = [call.args[0] for call in make.call_args_list]
-    assert asked == [((5, 40), (), (), ()), ((5, 40), ((0, 0, 1, 0, 0), (40,)), (), ())]
+    assert asked == [Lengths((5, 40)), Lengths((5, 40), ((0, 0, 1, 0, 0), (40,)))]
 
 
 @pytest.mark.parametrize("block_tokens", [1, 7, 1000])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.plan import Action, Op
+from megatron_epp.plan.chunk import NOTHING_BORROWED
 from megatron_epp.plan.plan import KVOffload
 from megatron_epp.plan.proof import check, report
 from megatron_epp.plan.serialize import load, to_json
@@ -179,11 +180,11 @@ def test_it_is_sound_and_prints_as_shown(shown):
 
 def test_every_field_that_a_file_may_have_is_explained(shown):
     """The example's, and those that are written only where a plan has KV offload or links that ranks share,
-    where messages in flight are counted, and where chunks share a loss.
+    where messages in flight are counted, where chunks share a loss, and where sequences share prefixes.
     """
     ranks = range(shown.num_ranks)
     more = replace(shown, kv_offload=(KVOffload(0, 0, 1, 1),), host_cap_bytes=tuple(ranks), host_links=tuple(ranks))
-    more = replace(more, message_bytes=tuple(ranks), loss_groups=((0, 1),))
+    more = replace(more, message_bytes=tuple(ranks), loss_groups=((0, 1),), borrowed=(NOTHING_BORROWED,))
     table = PAGE.partition("| field |")[2]
     explained = {name for cells in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", cells)}
     assert explained == set(json.loads(to_json(more)))
