@@ -14,6 +14,7 @@ from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.breakdown import peak_items
 from megatron_epp.planner.result import plan_or_refuse
+from megatron_epp.tools.report.text import headline
 from tests.support.plan import second_simulator
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 from tests.support.plan.random_forests import forest
@@ -62,6 +63,7 @@ def test_groups_with_one_prompt_take_less_time_and_memory_than_their_sequences()
     asked = problem(lengths, 2)
     alone, shared = plan(asked, COSTS), plan(replace(asked, borrowed=borrowed), COSTS)
     assert alone.predicted.makespan_us > 2.5 * shared.predicted.makespan_us
+    assert f" in all and {28 * 3999:,} shared, in " in headline(shared)[1]
 
 
 def test_a_batch_runs_apart_where_that_is_faster_or_hardly_anything_is_shared():

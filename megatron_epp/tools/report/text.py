@@ -67,14 +67,14 @@ def calibration(plan: Plan) -> str:
 def headline(plan: Plan) -> list[str]:
     kinds = Counter(chunk.kind(plan.lengths) for chunk in plan.chunks)
     cut = ", ".join(f"{kinds[kind]} {kind}" for kind in _KINDS if kinds[kind])
-    predicted = plan.predicted
+    predicted, shared = plan.predicted, f" and {plan.num_shared_tokens:,} shared" * bool(plan.num_shared_tokens)
     peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True), key=lambda pair: pair[0] / max(pair[1], 1))
     above = predicted.makespan_us / predicted.lower_bound_us - 1 if predicted.lower_bound_us else 0.0
     mode, layers = ", forward only" * plan.forward_only, sum(plan.num_layers)
     return [
         f"plan {digest(plan)[:12]}: planner {printable(plan.planner)}, costs {printable(plan.costs)}, "
         f"{plan.num_stages} stages on {plan.num_ranks} ranks, {layers} layers{mode}",
-        f"{batch_text(plan)}, {plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
+        f"{batch_text(plan)}, {plan.num_tokens:,} in all{shared}, in {len(plan.chunks)} chunks ({cut})",
         f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
         f"bubble {predicted.bubble_fraction:.1%}, recompute {recompute_share(plan):.1%}, "
         f"peak {format_bytes(peak, cap)} of {format_cap(cap, peak)}",
