@@ -219,9 +219,10 @@ class SampleSchedule:
         names = None if self._own_inputs is None else self._own_inputs.names
         self._of_inputs = InputColumns(names, max(axes), routing_of(config, chain.from_iterable(layers)))
         if self._shares is not False:
-            reason = sharing.obstacle(config, run.args.epp_planner, self._asks, self._of_inputs)
+            reasons = from_each_of_job(sharing.obstacle(inside, run.args.epp_planner, self._asks, self._of_inputs))
+            reason = next(filter(None, reasons), "")
             if self._shares and reason:
-                raise EppError(f"share_prefixes is for models without {reason}: leave it out")
+                raise EppError(f"share_prefixes does not go with {reason}: leave it out")
             self._shares = not reason
         with run.telling_others(unless=AgreedError):
             run.attach(models, config)

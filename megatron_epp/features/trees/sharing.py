@@ -11,12 +11,14 @@ import numpy as np
 from megatron_epp.data.batch import InputColumns, LossColumns
 from megatron_epp.data.samples import Samples
 from megatron_epp.features.trees.prefixes import shared_prefixes
+from megatron_epp.mcore.model.kinds import mixes_tokens
 from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.planners import begins_with_greedy
 
 
-def obstacle(config: Any, planner: str, asks: LossColumns, of_inputs: InputColumns) -> str:
-    """Return why a model with Megatron's `config` runs every sample by itself; empty if it may share prefixes."""
+def obstacle(models: Sequence[Any], planner: str, asks: LossColumns, of_inputs: InputColumns) -> str:
+    """Return why language models, this rank's chunks of one, run every sample by itself; empty if they may share prefixes."""
+    config = models[0].config
     reasons = {
         "experts, whose losses and capacity count a token once for every sample": config.num_moe_experts,
         "dropout, which is another for every sample": config.hidden_dropout or config.attention_dropout,
@@ -24,8 +26,7 @@ def obstacle(config: Any, planner: str, asks: LossColumns, of_inputs: InputColum
         "latents": config.multi_latent_attention,
         "windows": config.window_size,
         "multi-token prediction": config.mtp_num_layers,
-        "layers without attention": getattr(config, "experimental_attention_variant", None)
-        or getattr(config, "is_hybrid_model", False),
+        "layers that hand on a state": any(mixes_tokens(module) for model in models for module in model.modules()),
         "inputs of a function": of_inputs.names is not None or of_inputs.axes > 1 or of_inputs.routing is not None,
         "values of every token": asks.has_values,
         f"planner {planner}": not begins_with_greedy(planner),

@@ -167,6 +167,8 @@ def bad() -> dict[str, Any]:
     config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
     refused("recompute", samples)
     config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
+    sharing = megatron_epp.wrap_samples(loss=ClippedRatio(), planner="seq1f1b", share_prefixes=True, **SETTINGS)
+    refused("sharing by another planner", samples, sharing)
     refused("no column", [samples[0], {key: value for key, value in samples[1].items() if key != "advantages"}])
     refused("a column of another length", [samples[0], samples[1] | {"old_logprobs": [0.0, 0.0, 0.0]}])
     refused("not finite", [samples[0], samples[1] | {"old_logprobs": float("nan")}])
