@@ -14,7 +14,7 @@ import numpy as np
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import ChunkWork, TimeColumn, joined_work, work_of
 from megatron_epp.features import batch_target
-from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Plan, Recompute
 from megatron_epp.plan.operations import Collective, MessageKind, OperationRows, Track, operation, operations
 from megatron_epp.plan.problem import Problem
 from megatron_epp.plan.recompute import FULL_ONLY
@@ -200,9 +200,14 @@ def tabulate(
 
 
 def work_of_table(chunks: Sequence[Chunk], problem: Problem) -> ChunkWork:
-    batch = problem.lengths, problem.token_multiple, problem.trained, problem.spans
-    make = batch_target(problem, "work")
-    return work_of(chunks, *batch) if make is None else make(chunks, problem.borrowed, *batch)
+    return work_of_batch(problem, chunks, problem.trained, problem.spans)
+
+
+def work_of_batch(batch: Problem | Plan, chunks: Sequence[Chunk], *facts: Any) -> ChunkWork:
+    """Derive the work of chunks of a batch; `facts` are the last arguments of `work_of`."""
+    sizes, make = (batch.lengths, batch.token_multiple), batch_target(batch, "work")
+    work: ChunkWork = work_of(chunks, *sizes, *facts) if make is None else make(chunks, batch.borrowed, *sizes, *facts)
+    return work
 
 
 def tabulate_each(

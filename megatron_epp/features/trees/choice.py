@@ -17,9 +17,9 @@ LEAST_SHARE = 0.02
 
 def faster(problem: Problem, costs: Costs, options: Options, plan: Callable[[Problem], Plan]) -> Plan:
     """Return the faster plan. That of separate sequences is not made where their work takes longer."""
-    separate = replace(problem, borrowed=())
     if options.shares:
         return plan(problem)
+    separate = replace(problem, borrowed=())
     if sum(count for _, count in problem.borrowed) < LEAST_SHARE * sum(problem.lengths):
         return plan(separate)
     try:

@@ -81,7 +81,6 @@ class TreeCache(SlicedKVCache):
 
     _nodes: dict[tuple[Node, HeadGroup], _Rows] = field(default_factory=dict)
     _is_again: bool = False  # a backward runs, whose recompute appends once more
-
     _num_bytes: int = 0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, work_of
-from megatron_epp.features.trees.readers import readers_of
+from megatron_epp.features.trees.readers import reads_of
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.chunk import Borrowed
 
@@ -51,7 +52,9 @@ class TreeWork(ChunkWork):
 
 def work_of_tree(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed], *batch: Any) -> TreeWork:
     """Derive the work of every chunk; `batch` are the arguments of `cost.work.work_of` behind its chunks."""
-    plain, (readers, last) = work_of(chunks, *batch), readers_of(chunks, borrowed)
+    plain, reads = work_of(chunks, *batch), reads_of(chunks, borrowed)
+    readers = Counter(part for parts in reads.values() for part, _ in parts)
+    last = {part: c for c, chunk in enumerate(chunks) for segment in chunk.segments for part, _ in reads[segment]}
     every, padding = np.ones(len(chunks), dtype=np.bool_), plain.tokens - [chunk.num_tokens for chunk in chunks]
     nothing = Segment(-1, 0, 0)
     rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]

@@ -13,8 +13,7 @@ import numpy as np
 
 from megatron_epp.cost import memory as item
 from megatron_epp.cost.model import Costs
-from megatron_epp.cost.work import BoolColumn, ChunkWork, work_of
-from megatron_epp.features import batch_target
+from megatron_epp.cost.work import BoolColumn, ChunkWork
 from megatron_epp.plan import Action, Op, Plan, Recompute
 from megatron_epp.plan.memory_breakdown import Items, MemoryBreakdown
 from megatron_epp.plan.operations import Operation, operation, operations
@@ -23,14 +22,13 @@ from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner.kernels.compiled import Numbers
 from megatron_epp.planner.memory.kv_offload_tables import without_caches
 from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_items, by_item, moments
-from megatron_epp.planner.tables import static_items
+from megatron_epp.planner.tables import static_items, work_of_batch
 from megatron_epp.port.packed import PackedPlans
 
 
 def memory_breakdown(plan: Plan, costs: Costs) -> MemoryBreakdown:
     """Split the bytes of a plan, made with `costs`, into items."""
-    make, batch = batch_target(plan, "work"), (plan.lengths, plan.token_multiple)
-    work = work_of(plan.chunks, *batch) if make is None else make(plan.chunks, plan.borrowed, *batch)
+    work = work_of_batch(plan, plan.chunks)
     stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
     steps = [step for _, rows in plan.tables for row in rows for step in row]
     known = {kind.op for kind in operations() if kind.rows is None}
