@@ -76,8 +76,6 @@ TREES = [
     pytest.param(2, {}, {"offload": True, "memory_cap_gb": 0.00023}, id="offload"),
     pytest.param(2, {}, {"split_weight_gradient": "on"}, id="split weight gradients"),
     pytest.param(2, {}, {"share_prefixes": False}, id="alone"),
-    pytest.param(2, MAMBA, {"share_prefixes": None}, id="states"),
-    pytest.param(4, FLEX, {"share_prefixes": None}, id="experts", marks=SLOW),
 ]
 
 
@@ -91,6 +89,19 @@ def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_sam
         assert one["losses"] == pytest.approx(3 * [sum(expected) / len(expected)], rel=TOLERANCE)
         assert max(one["logprobs"], default=0.0) <= TOLERANCE
     assert max(one["shared"] for one in found) == 35 * bool(plans["share_prefixes"])  # of the replica that has the two
+
+
+UNSHARED = {
+    "layers that hand on a state": MAMBA,
+    "latents": LATENT,
+    "windows": {"window_size": (9, 0)},
+}
+
+
+@pytest.mark.parametrize(("reason", "settings"), UNSHARED.items(), ids=UNSHARED)
+def test_models_whose_tokens_in_common_are_not_the_same_are_refused_on_all_ranks(reason, settings):
+    for one in of_ranks(job(2, "samples:unshared", **settings)):
+        assert one["said"] == f"share_prefixes does not go with {reason}: leave it out"
 
 
 def _scale(layout):

@@ -11,10 +11,12 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import NO_TIME
 from megatron_epp.features.local_search.improvement import improve
 from megatron_epp.features.split_weights.split_orders import with_split_weights
+from megatron_epp.features.vocabulary.shard_tables import shard_room
 from megatron_epp.plan import Action, EppError, Op, Plan, Step
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.placement import Placement, placements_of
 from megatron_epp.plan.proof import check
 from megatron_epp.plan.proof.deadlock import blocked
@@ -22,6 +24,7 @@ from megatron_epp.plan.serialize import load, to_json
 from megatron_epp.plan.trace import trace
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.memory.breakdown import memory_breakdown
 from megatron_epp.planner.orders.completion import completed
@@ -285,3 +288,22 @@ def test_an_estimate_and_a_plan_are_above_the_floor_and_the_estimate_a_little_ab
     known = Estimates(asked.problems[:1], asked.costs_of, asked.options, work)
     assert work.floor_us(layout) <= min(known.batch_us(layout, 0), made.predicted.makespan_us)
     assert made.predicted.makespan_us * (1 - 1e-9) <= known.batch_us(layout, 0) <= 1.2 * made.predicted.makespan_us
+
+
+def test_a_rank_has_room_for_three_chunks_between_logits_and_weight_gradients():
+    """The largest takes 9 in its logits and keeps 5 of them; a weight gradient takes 2 besides."""
+    rows = {
+        Op.S: OperationRows([[1.0] * 4], [[9, 9, 4, 4]], [[4, 4, 1, 1]], {}),
+        Op.T: OperationRows([[1.0] * 4], [[2, 2, 2, 2]], [[7, 7, 5, 5]], {}),
+    }
+    assert shard_room(rows, trains=True) == (9 + 2 * 5,)
+
+
+def test_a_shard_s_weight_gradient_that_ends_before_the_last_chunk_has_gone_back_does_not_raise_the_bound():
+    tables = tabulate(whole_sequences((4000,) * 3), problem((4000,) * 3, 4), costs())
+
+    def bound(last_us):
+        gradients = tables.added[Op.T]._replace(time_us=[[0.0] * 3] * 3 + [[last_us] * 3])
+        return lower_bound_us(replace(tables, added=tables.added | {Op.T: gradients}))
+
+    assert bound(1.0) == bound(0.0) < bound(1e7)

@@ -124,6 +124,13 @@ def grpo(
     }
 
 
+def unshared(**settings: Any) -> dict[str, Any]:
+    """Return what is said where samples are to share and the model cannot."""
+    loop = begin(LENGTHS, **settings)
+    schedule = megatron_epp.wrap_samples(loss=ClippedRatio(), share_prefixes=True, **SETTINGS)
+    return {"said": refusal(lambda: schedule(model=loop.models, samples=made()))}
+
+
 def pairs(replicas: int = 1, per_token: bool = True, prompt: int = 0, **settings: Any) -> dict[str, Any]:
     """Return how far the gradient of preferences is from a sum over tokens, weighted by what their pair's margin asks for."""
     loop = begin(LENGTHS, replicas=replicas, calculate_per_token_loss=per_token, **settings)
