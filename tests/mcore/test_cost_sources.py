@@ -1,4 +1,4 @@
-"""What a run plans with: costs of files and of the run, latents that it hands on, and a device's memory less libraries'."""
+"""Facts that a run plans with: costs of files and of the run, latents that it hands on, and a device's memory less libraries'."""
 
 import argparse
 import json
@@ -373,7 +373,7 @@ def test_a_resumed_run_that_wants_another_cap_or_has_other_ranks_has_its_own(dev
 
 
 OF_BEFORE = {"wanted_bytes": 72 * GIB, "cap_bytes": [58 * GIB, 69 * GIB]}
-"""What versions wrote that gave it no schema."""
+"""Files of versions that gave them no schema."""
 NEGATIVE = OF_BEFORE | {"schema": "megatron-epp/caps", "version": 1, "cap_bytes": [-1, 69 * GIB]}
 
 

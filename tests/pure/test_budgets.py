@@ -25,7 +25,7 @@ PROGRAMS = {
     "command line": (("tools.cli.main",), 1_975),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 59_480, "megatron_epp/contrib": 5_960, "tests": 51_400, "scripts": 9_816}
+FOLDERS = {"megatron_epp": 59_450, "megatron_epp/contrib": 5_960, "tests": 51_450, "scripts": 9_816}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 
