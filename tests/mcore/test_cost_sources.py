@@ -1,4 +1,4 @@
-"""Facts that a run plans with: costs of files and of the run, latents that it hands on, and a device's memory less libraries'."""
+"""Costs of files and of a run, latents that it hands on, and a device's memory without that of libraries."""
 
 import argparse
 import json
