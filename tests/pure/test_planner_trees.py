@@ -53,13 +53,14 @@ def test_random_forests_have_sound_plans_in_which_each_token_runs_once(seed, mul
     assert made.predicted.lower_bound_us <= made.predicted.makespan_us * (1 + 1e-9)
 
 
-def test_keys_are_held_by_their_chunk_and_sums_of_gradients_from_the_last_reader_on():
+def test_keys_are_held_by_their_chunk_and_sums_of_gradients_from_the_first_reader_on():
     """Of a prompt of 4 tokens and its response of 2 in one chunk, another response of 3 behind it, and one of 1 in a third."""
     chunks = chunk((0, 0, 6)), chunk((1, 4, 7)), chunk((2, 4, 5))
-    work = work_of_tree(chunks, (NOTHING_BORROWED, Borrowed(0, 4), Borrowed(0, 4)), (6, 7, 5), 4)
+    lengths, borrowed = (6, 7, 5), (NOTHING_BORROWED, Borrowed(0, 4), Borrowed(0, 4))
+    work = work_of_tree(chunks, replace(problem(lengths, 2), borrowed=borrowed), lengths, 4)
     tenfold = [column(lambda tokens: 10 * tokens).tolist() for column in (work.opened_cache, work.released_cache)]
     assert tenfold == [[80, 40, 40], [0, 40, 40 + 80]]
-    assert work.opened_gradients(lambda tokens: tokens).tolist() == [0, 0, 8]
+    assert work.opened_gradients(lambda tokens: tokens).tolist() == [0, 8, 0]
     assert work.closed_gradients(lambda tokens: tokens).tolist() == [8, 0, 0]
     assert (work.prefix_tokens.tolist(), work.gathered_tokens.tolist()) == ([0, 4, 4], [8, 8, 8])
 
