@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import fmean
@@ -221,13 +221,16 @@ def text(args: Namespace, rows: Sequence[Figures]) -> str:
     """Format the trees' time, other ways as multiples of it, and planning as a multiple of that of separate sequences."""
     others = "separate", "one level", "PP 8", "PP 1"
 
-    def cells(row: Figures) -> Iterator[object]:
-        mean = {name: fmean(draw[name] for draw in row["draws"]) for name in ("trees", "saved", "busy", "planning")}
-        yield from (row["case"], f"{mean['saved']:.2f}x", f"{mean['trees'] / 1e3:.0f} ms", f"{mean['busy']:.2f}")
-        for name in others:
-            ratio = fmean(draw[name] / draw["trees"] for draw in row["draws"])
-            yield "no plan fits" if math.isinf(ratio) else f"{ratio:.2f}x"
-        yield f"{mean['planning']:.2f}x"
+    def cells(row: Figures) -> list[object]:
+        draws = row["draws"]
+        mean = {name: fmean(draw[name] for draw in draws) for name in ("trees", "saved", "busy", "planning")}
+        ratios = [fmean(draw[name] / draw["trees"] for draw in draws) for name in others]
+        own = row["case"], f"{mean['saved']:.2f}x", f"{mean['trees'] / 1e3:.0f} ms", f"{mean['busy']:.2f}"
+        return [
+            *own,
+            *("no plan fits" if math.isinf(ratio) else f"{ratio:.2f}x" for ratio in ratios),
+            f"{mean['planning']:.2f}x",
+        ]
 
     return table(["batch", "tokens", "trees", "busy", *others, "planning"], map(cells, rows))
 
