@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import fmean
-from time import perf_counter
+from time import process_time
 
 from megatron_epp.cost.model import Costs
 from megatron_epp.features.trees.choice import divisible
@@ -159,8 +159,8 @@ class Ways:
 
 
 def _timed(problem: Problem, costs: Costs) -> tuple[Plan, float]:
-    begin_s = perf_counter()
-    return plan(problem, costs), perf_counter() - begin_s
+    begin_s = process_time()
+    return plan(problem, costs), process_time() - begin_s
 
 
 def one_level_of(trees: Problem) -> tuple[Borrowed, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.plan.chunk import Borrowed, path_of, slice_neighbours
@@ -36,7 +37,12 @@ def groups_of(chunks: Sequence[Chunk], batch: Plan | Problem) -> Groups:
     """
     if bool(batch.loss_groups) if isinstance(batch, Plan) else has_groups(batch.loss_groups):
         return slice_groups(chunks)
-    following, last = slice_neighbours(chunks, batch.borrowed).following, [*range(len(chunks))]
+    return _branches(tuple(chunks), batch.borrowed)
+
+
+@lru_cache(maxsize=64)  # rules order a table again and again
+def _branches(chunks: tuple[Chunk, ...], borrowed: tuple[Borrowed, ...]) -> Groups:
+    following, last = slice_neighbours(chunks, borrowed).following, [*range(len(chunks))]
     for c in reversed(range(len(chunks))):
         last[c] = max((last[reader] for reader in following[c]), default=c)
     groups: dict[int, list[int]] = {}
