@@ -34,6 +34,7 @@ def plan_by_name(problem: Problem, costs: Costs, options: Options, names_cap: bo
         reason = f"planner {options.planner!r} makes chunks of its own, and the batch has microbatches that run whole"
         raise PlanError(reason, Remedy("set", "planner", "greedy"))
     if not begins_with_greedy(options.planner):
+        problem = replace(problem, borrowed=())
         return planned_with_room(problem, costs, options, lambda asked: _built(asked, costs, options, planner))
     try:
         return with_room(problem, lambda asked: _built(asked, costs, options, planner))
