@@ -28,9 +28,15 @@ def read(text: str) -> Lengths:
     """
     rows = [*(_objects if text.lstrip().startswith("{") else _words)(text)]
     lengths, parents = [tokens for tokens, _ in rows], [parent for _, parent in rows]
+    return Lengths(tuple(lengths), borrowed=resolved(lengths, parents))
+
+
+def resolved(lengths: Sequence[int], parents: Sequence[Borrowed]) -> tuple[Borrowed, ...]:
+    """Return what sequences borrow of those that hold it, given any that has it; empty if none shares. Raises `EppError`."""
     _check(lengths, parents)
     holders = (path_of(*parent, parents)[-1].sequence if parent.tokens else -1 for parent in parents)
-    return _batch(lengths, [Borrowed(holder, shared) for holder, (_, shared) in zip(holders, parents, strict=True)])
+    borrowed = tuple(Borrowed(holder, shared) for holder, (_, shared) in zip(holders, parents, strict=True))
+    return borrowed if any(shared for _, shared in borrowed) else ()
 
 
 def words(batch: Lengths | Plan) -> str:

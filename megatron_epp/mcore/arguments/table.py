@@ -79,6 +79,10 @@ _BATCH = (
         "Loss of --epp-samples: one of megatron_epp.losses, as megatron_epp.losses:ClippedRatio, or one of your own "
         "(default: cross entropy of the next token)."
     ),
+    Flag("shares", "--epp-share-prefixes", "", **_SWITCHED, field=lambda value: value == "on").described(
+        "Run once what sequences of a batch begin with in common and do not train, as samples and conversations with masks do. "
+        "auto: where the model allows it and plans are faster with it; on: also where they are not (default: auto)."
+    ),
     Flag("forward_only", "", "--forward-only", SWITCH, "Plan an evaluation, without backward."),
 )
 _MEMORY = (
@@ -232,9 +236,7 @@ SHAPE = (
     Flag("gated_mlp", "", "--no-gated-mlp", SWITCH, "The MLP has one input projection, not two (SwiGLU)."),
     Flag("num_experts", "--num-experts", "--experts", COUNT, "Experts per layer (default: none)."),
     Flag("experts_per_token", "--moe-router-topk", "--experts-per-token", COUNT, "Experts a token passes (default: 2)."),
-    Flag("bytes_per_value", "", "--bytes-per-value", COUNT).described(
-        "Bytes of a value of activations: 2 for bf16, 4 for fp32 (default: 2)."
-    ),
+    Flag("bytes_per_value", "", "--bytes-per-value", COUNT, "Bytes of an activation: 2 for bf16, 4 for fp32 (default: 2)."),
 )
 """Flags of a model's shape."""
 FP8 = (
