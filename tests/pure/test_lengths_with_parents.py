@@ -122,7 +122,10 @@ def test_plan_runs_tokens_in_common_once_and_says_how_many_or_runs_sequences_alo
     path = tmp_path / "plan.json"
     for source in (GROUP, str(tmp_path / "groups.jsonl")):
         assert main(["plan", "--lengths", source, "--stages", "2", "--layout", "even", "-o", str(path)]) == 0
-        assert "7,700 in all and 12,000 shared" in capsys.readouterr().out or source != GROUP
+        said = capsys.readouterr().out
+        assert "[4000:" in said
+        assert "]<0" in said
+        assert "7,700 in all and 12,000 shared" in said or source != GROUP
         assert load(path).borrowed == (NONE, *[Borrowed(0, 4000)] * 3)
     main(["plan", "--lengths", "4000,4000@0:40", "--stages", "2", "--layout", "even", "-o", str(path)])
     assert load(path).borrowed == ()
