@@ -64,10 +64,9 @@ def drawn(batch: Lengths, size: int, seed: int) -> Lengths:
     trees = connected([*roots, *((q, parent) for q, (parent, shared) in enumerate(batch.borrowed) if shared)])
     order, chosen, own = cycle(np.random.RandomState(seed).permutation(len(trees)).tolist()), list[int](), list[Borrowed]()
     while len(chosen) < size:
+        root_first = sorted(trees[next(order)], key=lambda q: len(path_of(q, batch.lengths[q], batch.borrowed)))
         at = {-1: -1}
-        for q in sorted(trees[next(order)], key=lambda q: len(path_of(q, batch.lengths[q], batch.borrowed)))[
-            : size - len(chosen)
-        ]:
+        for q in root_first[: size - len(chosen)]:
             at[q] = len(chosen)
             chosen.append(q)
             own.append(Borrowed(at[batch.borrowed[q].sequence], batch.borrowed[q].tokens))
