@@ -127,8 +127,9 @@ def test_plan_runs_tokens_in_common_once_and_says_how_many_or_runs_sequences_alo
         assert "]<0" in said
         assert "7,700 in all and 12,000 shared" in said or source != GROUP
         assert load(path).borrowed == (NONE, *[Borrowed(0, 4000)] * 3)
-    main(["plan", "--lengths", "4000,4000@0:40", "--stages", "2", "--layout", "even", "-o", str(path)])
-    assert load(path).borrowed == ()
+    for alone in (["4000,4000@0:40"], [GROUP, "--planner", "seq1f1b"], ["900,900@0:700", "--planner", "milp", "--slices", "2"]):
+        main(["plan", "--lengths", *alone, "--stages", "2", "--layout", "even", "-o", str(path)])
+        assert load(path).borrowed == ()
 
 
 def test_a_tree_too_large_for_memory_is_refused_with_a_cap_that_would_do(tmp_path, capsys):

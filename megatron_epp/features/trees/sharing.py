@@ -12,7 +12,6 @@ from megatron_epp.losses import NextToken
 from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.model.kinds import mixes_tokens
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
-from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job
 
 
@@ -29,7 +28,7 @@ def obstacle(models: Sequence[Any], planner: str, asks: LossColumns, of_inputs: 
         "layers that hand on a state": any(mixes_tokens(module) for model in models for module in model.modules()),
         "inputs of a function": of_inputs.names is not None or of_inputs.axes > 1 or of_inputs.routing is not None,
         "values of every token": asks.has_values,
-        f"planner {planner}": not begins_with_greedy(planner),
+        f"planner {planner}": planner != "greedy",
     }
     return next((reason for reason, is_there in reasons.items() if is_there), "")
 
