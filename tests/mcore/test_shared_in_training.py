@@ -57,3 +57,10 @@ def test_prompts_of_several_answers_run_once_with_the_losses_and_gradients_of_wh
     shared = {shares: [line["shared_tokens"] for line in own][-ITERATIONS:] for shares, own in lines.items()}
     assert shared == {"off": [0] * ITERATIONS, "on": [(BATCH - 1) * (PROMPT - 1)] * ITERATIONS}
     assert [plan.num_shared_tokens for plan in runs["on"][0].plans] == shared["on"]
+
+
+def test_a_model_that_may_not_share_is_refused_where_sharing_is_asked_for(tmp_path):
+    flags = [*common_flags(1, CONTEXT, BATCH, validates=True), *write_documents(tmp_path), "--epp-share-prefixes", "on"]
+    flags += shlex.split(f"{MODELS['llama']} --num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0")
+    with pytest.raises(AssertionError, match="--epp-share-prefixes does not go with experts, whose losses and capacity count"):
+        matrix.train(1, flags)
