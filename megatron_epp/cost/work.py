@@ -144,6 +144,11 @@ class ChunkWork:
         """Tokens whose keys and values a pass puts together besides those in the cache."""
         return np.zeros(len(self.tokens), dtype=np.int64)
 
+    @property
+    def repeated_tokens(self) -> IntColumn:
+        """Tokens in front of several segments, without the first time, of which attention on keys and values reads one row."""
+        return np.zeros(len(self.tokens), dtype=np.int64)
+
     def opened_cache(self, size: Sizes) -> IntColumn:
         """Bytes of keys and values for which a forward makes room, and which its backward frees."""
         return size(size_classes(self.cache_tokens)) * self.first

@@ -35,7 +35,7 @@ def played(monkeypatch):
 
     def play(*names, wrong=()):
         kernels._choose.cache_clear()
-        monkeypatch.setattr(kernels, "_relative_error", lambda kernel, case: 0.5 if kernel.name in wrong else 1e-3)
+        monkeypatch.setattr(kernels, "_relative_error", lambda kernel, case, *_: 0.5 if kernel.name in wrong else 1e-3)
         chosen = {
             preference: tuple(
                 replace(k, obstacle=lambda case, k=k: None if k is EXACT_ATTENTION or k.name in names else "not here")
@@ -132,7 +132,7 @@ def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypat
     assert "pip install 'megatron-epp[te]'" in TRANSFORMER_ENGINE.obstacle(ON_GPU)
 
 
-TABLE = kernels.SegmentTable.build(kernels._SAMPLE, kernels._SAMPLE.num_tokens)
+TABLE = kernels._SAMPLE
 
 
 def test_empty_segments_change_no_bit(monkeypatch):
@@ -271,7 +271,7 @@ def without_a_number(which):
 )
 def test_the_proof_notices_what_is_wrong(change, said):
     case = AttentionCase("cpu", torch.float32, 16, 4, 2)
-    assert said in kernels._failed_verification(replace(EXACT_ATTENTION, **change), case)
+    assert said in kernels.failed_verification(replace(EXACT_ATTENTION, **change), case)
 
 
 HEADS = Heads(QUERY_HEADS, KV_HEADS, CHANNELS, torch.float64, torch.device("cpu"), SCALE)

@@ -47,7 +47,7 @@ class Kernel:
 
     Queries are ``[tokens, query_heads, channels]``, keys ``[keys, kv_heads, channels]`` and values ``[keys, kv_heads,
     value_channels]``, where segment i owns ``keys[key_starts[i]:key_starts[i + 1]]``. The mask is aligned to the bottom right:
-    the last query of a segment sees all of its keys.
+    the last query of a segment sees all of its keys. Without the mask, where a table is not `causal`, every query does.
     """
 
     name: str
@@ -58,9 +58,10 @@ class Kernel:
     # the prefixes too
     backward: Backward
     obstacle: Callable[[AttentionCase], str | None]  # returns why it cannot be used for a case here, or None
-    # selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs: by default of a
-    # log-sum-exp ``[heads, tokens]``, or of older FlashAttentions ``[sequences, heads, longest]``
-    of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (saved[0][..., own, :].contiguous(),)
+    # selects, from the tensors saved by a forward of all heads, what a backward of some query heads, or of some tokens (all by
+    # default), needs: by default of a log-sum-exp ``[heads, tokens]``, or of older FlashAttentions ``[sequences, heads,
+    # longest]``
+    of_heads: Callable[..., Saved] = lambda saved, own, tokens=slice(None): (saved[0][..., own, tokens].contiguous(),)
     # Returns a view of the log-sum-exp among them, ``[query_heads, tokens]``
     log_sums: Callable[[Saved], Tensor] = lambda saved: saved[0]
     # Its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for backwards, in
