@@ -91,6 +91,13 @@ def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_sam
     assert max(one["shared"] for one in found) == 35 * bool(plans["share_prefixes"])  # of the replica that has the two
 
 
+def test_many_samples_of_a_prompt_read_its_rows_at_once_with_the_gradients_of_whole_samples():
+    for one in of_ranks(job(2, "samples:siblings")):
+        assert max(one["worst"], *one["logprobs"], one["evaluated"]) <= TOLERANCE
+        assert one["shared"] == 4 * 35
+        assert one["at_once"] > 0
+
+
 UNSHARED = {
     "layers that hand on a state": MAMBA,
     "latents": LATENT,
