@@ -13,15 +13,20 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_epp.features.trees import common_rows, tree_cascade
+from megatron_epp.features.trees.tree_cache import TreeCache
+from megatron_epp.features.trees.tree_layouts import tree_layouts
 from megatron_epp.features.warm_up import kernel_warm_up
 from megatron_epp.features.warm_up.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.plan import EppError, shape_classes, sizing
 from megatron_epp.runtime.attention import kernels
+from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, PREFERENCES, AttentionCase, flash, transformer_engine
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
-from megatron_epp.runtime.context import chunk_layouts
+from megatron_epp.runtime.context import ChunkContext, chunk_layouts
+from tests.support.plan.random_forests import forest, forest_plan
 from tests.support.runtime.attention_libraries import LIBRARIES, install
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, SCALE, ChunkedLayer
 
@@ -298,7 +303,7 @@ class PlayedLibrary:
         return EXACT_ATTENTION.backward(grad, q, k, v, out, saved, table, scale)
 
     def look_up(self, which, k, table):
-        self.built.add((threading.get_ident(), which, (table.shape_class, table.window), k.shape[1]))
+        self.built.add((threading.get_ident(), which, (table.shape_class, table.window, table.causal), k.shape[1]))
 
 
 @pytest.fixture
@@ -357,6 +362,26 @@ def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode, window
     assert threads == {threading.get_ident(), autograd_thread.submit(threading.get_ident).result()}
     assert {heads for _, which, _, heads in library.built if which == "backward"} == {1, 2}
     assert batches[0] > sum(batches[1:]), "most classes are known before the first iteration"
+
+
+def test_calls_on_rows_in_common_are_warm_too(library, autograd_thread, monkeypatch):
+    monkeypatch.setattr(common_rows, "LEAST_ROWS", 4)
+    monkeypatch.setattr(common_rows, "ROWS_PER_TOKEN", 0)
+    monkeypatch.setattr(tree_cascade, "_serves", lambda *_: True)
+    warm = KernelWarmUp((HEADS,), LONGEST)
+    for seed in range(6):
+        rng = random.Random(seed)
+        layouts, cache, outs = tree_layouts(forest_plan(rng, forest(rng), joins=0.9)), TreeCache(), []
+        warm.before(layouts)
+        known = set(library.built)
+        for c, layout in enumerate(layouts):
+            q, k = (HEADS.ones(layout.table.num_tokens, heads).requires_grad_() for heads in (QUERY_HEADS, KV_HEADS))
+            context = ChunkContext(c, layout.table, cache, layout.view)
+            outs.append(chunk_attention(q, (k, HEADS.values(k)), context, 0, SCALE))
+        for out in reversed(outs):
+            autograd_thread.submit(out.sum().backward).result()
+        assert library.built == known
+    assert {causal for _, _, (_, _, causal), _ in known} == {True, False}
 
 
 def test_groups_of_heads_of_latents_are_warm_too(library, autograd_thread):

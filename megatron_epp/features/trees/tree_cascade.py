@@ -61,6 +61,10 @@ class CascadeTable(SegmentTable):
     def num_keys(self) -> int:
         return self.num_shared + self.key_starts[-1]
 
+    @property
+    def calls(self) -> tuple[SegmentTable, ...]:
+        return (self, *(level.table for level in self.levels))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeView(TreeView):

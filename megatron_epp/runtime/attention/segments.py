@@ -96,6 +96,11 @@ class SegmentTable:
         return self.key_starts[-1]
 
     @property
+    def calls(self) -> tuple[SegmentTable, ...]:
+        """Layouts of the calls of a kernel's library that are made of one call with this layout."""
+        return (self,)
+
+    @property
     def num_real(self) -> int:
         """Number of tokens without the padding."""
         return self.query_starts[-2] if self.segments[-1].sequence < 0 else self.query_starts[-1]

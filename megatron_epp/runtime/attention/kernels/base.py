@@ -137,6 +137,11 @@ def _widened(x: Tensor, channels: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, channels - x.shape[2]))
 
 
+def heads_of_backward(query_heads: int, k: Tensor, v: Tensor) -> int:
+    bytes_per_key = (k.shape[2] + v.shape[2]) * k.element_size()
+    return heads_at_once(k.shape[1], token_class(k.shape[0]) * bytes_per_key, query_heads // k.shape[1])
+
+
 def backward_by_heads(
     kernel: Kernel,
     grad: Tensor,
@@ -160,8 +165,7 @@ def backward_by_heads(
     """
     kv_heads, each = k.shape[1], q.shape[1] // k.shape[1]
     if count is None:
-        bytes_per_key = (k.shape[2] + v.shape[2]) * k.element_size()
-        count = heads_at_once(kv_heads, token_class(k.shape[0]) * bytes_per_key, each)
+        count = heads_of_backward(q.shape[1], k, v)
     if count == kv_heads:
         dq, dk, dv = kernel.backward(grad, q, k, v, out, saved, table, scale)
         return dq, *take(dk, dv, None)
