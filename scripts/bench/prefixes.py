@@ -1,6 +1,6 @@
 """Time of a layer on segments behind one prefix, whose rows are gathered for each of them, or read at once for all.
 
-    python -m scripts.bench.prefixes                          on one core of a CPU, in half an hour
+    python -m scripts.bench.prefixes                          on one core of a CPU, in minutes
     python -m scripts.bench.prefixes --only responses --runs 3
 
 The layer is of attention by groups of queries, and an MLP four times as wide, in fp32. Runs of both kinds alternate; a time is
@@ -35,7 +35,6 @@ CASES = {
     "long responses": (4, 2_000, 500),
     "two": (2, 500, 2_000),
     "two long": (2, 2_000, 2_000),
-    "pair on a long one": (2, 200, 16_000),
 }
 """Segments, tokens of each, and of the prefix."""
 CHANNELS = 64
@@ -70,17 +69,17 @@ class Layer(torch.nn.Module):
         return x + self.down(functional.gelu(self.up(x))), attention_s
 
 
-def once(layer: Layer, of: Sequence[ChunkLayout], inputs: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Seconds of forward and backward of the segments behind the prefix, and of both in attention."""
-    cache = TreeCache()
-    contexts = [ChunkContext(c, layout.table, cache, layout.view) for c, layout in enumerate(of)]
-    prefix, _ = layer(inputs[0], contexts[0])
+def once(layer: Layer, of: Sequence[ChunkLayout], rows: Sequence[torch.Tensor], x: torch.Tensor) -> dict[str, float]:
+    """Seconds of attention's forward, and of the layer's and its backward, behind a prefix with these rows."""
+    cache, prefix = TreeCache(), of[0].view
+    assert prefix is not None
+    cache.append(0, prefix, rows)
     begin_s = time.process_time()
-    out, attention_s = layer(inputs[1], contexts[1])
+    out, attention_s = layer(x, ChunkContext(1, of[1].table, cache, of[1].view))
     forward_s = time.process_time() - begin_s
     out.sum().backward()
     whole_s = time.process_time() - begin_s
-    prefix.sum().backward()
+    cache.take_gradient(0, prefix, rows)
     cache.assert_empty()
     return {"attention forward": attention_s, "forward": forward_s, "both": whole_s}
 
@@ -89,7 +88,8 @@ def row(args: Namespace, case: tuple[int, int, int]) -> Figures:
     torch.set_num_threads(1)
     members, tokens, prefix = case
     layer = Layer(args.heads, args.kv_heads)
-    inputs = [torch.randn(n, args.heads * CHANNELS, requires_grad=True) for n in (prefix, members * tokens)]
+    rows = [torch.randn(prefix, args.kv_heads, CHANNELS) for _ in "kv"]
+    x = torch.randn(members * tokens, args.heads * CHANNELS, requires_grad=True)
     with patch.object(tree_layouts, "common_rows", lambda *_: ()):
         gathered = layouts(*case)
     with patch.multiple(common_rows, LEAST_ROWS=0, ROWS_PER_TOKEN=0):
@@ -98,7 +98,7 @@ def row(args: Namespace, case: tuple[int, int, int]) -> Figures:
     times: dict[str, list[dict[str, float]]] = {"gathered": [], "at once": []}
     for _ in range(args.runs + 1):
         for name, of in (("gathered", gathered), ("at once", joined)):
-            times[name].append(once(layer, of, inputs))
+            times[name].append(once(layer, of, rows, x))
     for name, of in (("gathered", gathered), ("at once", joined)):
         view = cast(Any, of[1].view)
         keys = cast(TreeView, getattr(view, "joined", view)).num_keys
