@@ -75,7 +75,8 @@ class Heads:
 
     @property
     def kernel(self) -> kernels.Kernel:
-        return kernels.choose(*self.like, self.preference, has_window=self.window is not None, has_sinks=self.has_sinks)
+        (q, k, v), has_window = self.like, self.window is not None
+        return kernels.choose(q, k, v, self.preference, has_window=has_window, has_sinks=self.has_sinks)
 
     def calls(self, layout: ChunkLayout) -> tuple[tuple[SegmentTable, int], ...]:
         """Return the layouts of a layer's calls, and of each how many key heads run backward at once; 0 if its keys tell."""
