@@ -54,18 +54,17 @@ def _below(
         if len(same) > 1:
             first, *others = (reads[segments[member]] for member in same)
             stop = min(_length_in_common(first, other) for other in others)
-            found = CommonRows(level, tuple(same), start, stop)
-            tokens = sum(segments[member].num_tokens for member in same)
-            if found.saved >= max(LEAST_ROWS, ROWS_PER_TOKEN * tokens):
-                yield found
-                yield from _below(segments, reads, found.members, stop, stop, level + 1)
+            rows = CommonRows(level, tuple(same), start, stop)
+            if rows.saved >= max(LEAST_ROWS, ROWS_PER_TOKEN * sum(segments[member].num_tokens for member in same)):
+                yield rows
+                yield from _below(segments, reads, rows.members, stop, stop, level + 1)
             else:
-                yield from _below(segments, reads, found.members, start, stop, level)
+                yield from _below(segments, reads, rows.members, start, stop, level)
 
 
-def _length_in_common(one: Sequence[tuple[Segment, int]], other: Sequence[tuple[Segment, int]]) -> int:
+def _length_in_common(first: Sequence[tuple[Segment, int]], other: Sequence[tuple[Segment, int]]) -> int:
     length = 0
-    for (part, stop), (its_part, its_stop) in zip(one, other, strict=False):
+    for (part, stop), (its_part, its_stop) in zip(first, other, strict=False):
         if part != its_part:
             break
         length = min(stop, its_stop)

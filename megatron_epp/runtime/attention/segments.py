@@ -6,16 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, repeat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.plan.shape_classes import CallSize, ShapeClass, segment_class
-
-if TYPE_CHECKING:
-    from megatron_epp.runtime.attention.kernels.base import Kernel
 
 type Tensors = tuple[Tensor, ...]
 """Cached tensors of some tokens, or their gradients: ``[tokens, heads, width]`` each.
@@ -69,8 +66,8 @@ class SliceView:
         """Number of the chunk's tokens, from its first, that are stored in the buffer."""
         return self.stop - self.start
 
-    def call(self, kernel: Kernel, table: SegmentTable, like: Tensors) -> tuple[SliceView, Kernel, SegmentTable]:
-        """Return view, kernel and layout of a layer's attention, whose queries, keys and values are like `like`."""
+    def call(self, kernel: Any, table: SegmentTable, like: Tensors) -> tuple[SliceView, Any, SegmentTable]:
+        """Return view, `Kernel` and layout of a layer's attention, whose queries, keys and values are like `like`."""
         return self, kernel, table
 
 
