@@ -66,9 +66,8 @@ class KVBytes:
     def forward_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes that a pass makes of latents at one time, a backward as many of their gradients, and rows put together."""
         seen = work.prefix_tokens + work.tokens
-        if self.expanded_heads:
-            return self._expanded_bytes(seen) / 2 + self.bytes_per_token * work.gathered_tokens
-        return self.bytes_per_token * (work.gathered_tokens - work.repeated_tokens)
+        gathered = self.bytes_per_token * (work.gathered_tokens + (work.repeated_tokens if self.expanded_heads else 0))
+        return self._expanded_bytes(seen) / 2 + gathered if self.expanded_heads else gathered
 
     def _expanded_bytes(self, keys: IntColumn) -> TimeColumn:
         return transient_kv_gradient_bytes(keys, self.expanded_heads, self._head_bytes, 1)

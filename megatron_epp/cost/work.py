@@ -146,7 +146,7 @@ class ChunkWork:
 
     @property
     def repeated_tokens(self) -> IntColumn:
-        """Tokens in front of several segments, without the first time, of which attention on keys and values reads one row."""
+        """Tokens that a pass would put together once more for other segments, if those had not one row for all (not latents)."""
         return np.zeros(len(self.tokens), dtype=np.int64)
 
     def opened_cache(self, size: Sizes) -> IntColumn:

@@ -98,6 +98,17 @@ def test_many_samples_of_a_prompt_read_its_rows_at_once_with_the_gradients_of_wh
         assert one["at_once"] > 0
 
 
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (2, {"stages": 4}), pytest.param(4, {}, marks=SLOW)])
+def test_twenty_steps_with_a_shared_prompt_end_at_the_weights_of_whole_samples(ranks, layout):
+    found = of_ranks(job(ranks, "samples:steps", prompt=36, **layout))
+    own = [losses for one in found for losses in one["expected"] if losses]
+    for one in found:
+        assert one["stages"] == layout.get("stages", ranks) // ranks
+        assert one["worst"] <= TOLERANCE < one["moved"]
+        means = [sum(losses) / len(losses) for losses in own[:20]]
+        assert [loss for (loss,) in one["losses"]] == pytest.approx(means, rel=TOLERANCE)
+
+
 UNSHARED = {
     "layers that hand on a state": MAMBA,
     "latents": LATENT,

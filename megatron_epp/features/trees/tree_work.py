@@ -12,9 +12,10 @@ import numpy as np
 
 from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, work_of
 from megatron_epp.features.trees.common_rows import common_rows
-from megatron_epp.features.trees.readers import reads_of
-from megatron_epp.plan import Chunk, Segment
-from megatron_epp.plan.chunk import Borrowed
+from megatron_epp.features.trees.readers import groups_of, reads_of
+from megatron_epp.plan import Chunk, Plan, Segment
+from megatron_epp.plan.problem import Problem
+from megatron_epp.planner.order import descending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +24,16 @@ class TreeWork(ChunkWork):
 
     # Tokens of the segments of each chunk, ``[segment, chunk]``, the padding with the first; 0 where there is none
     segments: IntColumn
-    # The last chunk of the table that reads a segment's keys and values, and so the first in backward: its own where no other
-    # reads them. Of the same shape.
-    reader: IntColumn
+    # last_reader, first_backward: the chunk whose forward is the last to read a segment's keys and values, and the one whose
+    # backward is the first; its own where no other reads them. Of the same shape.
+    last_reader: IntColumn
+    first_backward: IntColumn
     is_read: IntColumn  # 1 for segments that others read
     repeated: IntColumn
 
     @property
     def gathered_tokens(self) -> IntColumn:
-        return np.asarray(self.prefix_tokens + self.tokens)
+        return np.asarray(self.prefix_tokens + self.tokens - self.repeated)
 
     @property
     def repeated_tokens(self) -> IntColumn:
@@ -41,26 +43,30 @@ class TreeWork(ChunkWork):
         return np.sum([*map(size, self.segments)], axis=0)
 
     def released_cache(self, size: Sizes) -> IntColumn:
-        return self._at_readers(size, np.ones_like(self.is_read))
+        return self._at(self.last_reader, size, self.segments)
 
     def opened_gradients(self, size: Sizes) -> IntColumn:
-        return self._at_readers(size, self.is_read)
+        return self._at(self.first_backward, size, self.segments * self.is_read)
 
     def closed_gradients(self, size: Sizes) -> IntColumn:
         return np.sum([*map(size, self.segments * self.is_read)], axis=0)
 
-    def _at_readers(self, size: Sizes, which: IntColumn) -> IntColumn:
-        sizes = np.array([*map(size, self.segments * which)])
+    @staticmethod
+    def _at(chunks: IntColumn, size: Sizes, tokens: IntColumn) -> IntColumn:
+        sizes = np.array([*map(size, tokens)])
         total = np.zeros(sizes.shape[1], dtype=sizes.dtype)
-        np.add.at(total, self.reader, sizes)
+        np.add.at(total, chunks, sizes)
         return total
 
 
-def work_of_tree(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed], *batch: Any) -> TreeWork:
-    """Derive the work of every chunk; `batch` are the arguments of `cost.work.work_of` behind its chunks."""
-    plain, reads = work_of(chunks, *batch), reads_of(chunks, borrowed)
+def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:
+    """Derive the work of every chunk; `facts` are the arguments of `cost.work.work_of` behind its chunks."""
+    plain, reads = work_of(chunks, *facts), reads_of(chunks, batch.borrowed)
     readers = Counter(part for parts in reads.values() for part, _ in parts)
-    last = {part: c for c, chunk in enumerate(chunks) for segment in chunk.segments for part, _ in reads[segment]}
+    last, first = (
+        {part: c for c in order for segment in chunks[c].segments for part, _ in reads[segment]}
+        for order in (range(len(chunks)), descending(groups_of(chunks, batch))[::-1])
+    )
     every, padding = np.ones(len(chunks), dtype=np.bool_), plain.tokens - [chunk.num_tokens for chunk in chunks]
     nothing = Segment(-1, 0, 0)
     rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]
@@ -78,7 +84,8 @@ def work_of_tree(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed], *batch: 
     return TreeWork(
         **columns,
         segments=segments,
-        reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
+        last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
+        first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
         repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )
