@@ -144,6 +144,11 @@ class ChunkWork:
         """Tokens whose keys and values a pass puts together besides those in the cache."""
         return np.zeros(len(self.tokens), dtype=np.int64)
 
+    @property
+    def repeated_tokens(self) -> IntColumn:
+        """Tokens that a pass would put together once more for other segments, if those had not one row for all (not latents)."""
+        return np.zeros(len(self.tokens), dtype=np.int64)
+
     def opened_cache(self, size: Sizes) -> IntColumn:
         """Bytes of keys and values for which a forward makes room, and which its backward frees."""
         return size(size_classes(self.cache_tokens)) * self.first

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, work_of
+from megatron_epp.features.trees.common_rows import common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.plan.problem import Problem
@@ -28,10 +29,15 @@ class TreeWork(ChunkWork):
     last_reader: IntColumn
     first_backward: IntColumn
     is_read: IntColumn  # 1 for segments that others read
+    repeated: IntColumn
 
     @property
     def gathered_tokens(self) -> IntColumn:
-        return np.asarray(self.prefix_tokens + self.tokens)
+        return np.asarray(self.prefix_tokens + self.tokens - self.repeated)
+
+    @property
+    def repeated_tokens(self) -> IntColumn:
+        return self.repeated
 
     def opened_cache(self, size: Sizes) -> IntColumn:
         return np.sum([*map(size, self.segments)], axis=0)
@@ -81,4 +87,5 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
+        repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )
