@@ -146,7 +146,7 @@ class ChunkWork:
 
     @property
     def repeated_tokens(self) -> IntColumn:
-        """Tokens that a pass would put together once more for other segments, if those had not one row for all (not latents)."""
+        """Tokens that a pass would put together again for other segments, which read one row for all (but of latents)."""
         return np.zeros(len(self.tokens), dtype=np.int64)
 
     def opened_cache(self, size: Sizes) -> IntColumn:

@@ -91,8 +91,16 @@ def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_sam
     assert max(one["shared"] for one in found) == 35 * bool(plans["share_prefixes"])  # of the replica that has the two
 
 
-def test_many_samples_of_a_prompt_read_its_rows_at_once_with_the_gradients_of_whole_samples():
-    for one in of_ranks(job(2, "samples:siblings")):
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [
+        (2, {}),
+        pytest.param(4, {"context_parallel": 2}, marks=SLOW),
+        pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, marks=SLOW),
+    ],
+)
+def test_many_samples_of_a_prompt_read_its_rows_at_once_with_the_gradients_of_whole_samples(num_ranks, layout):
+    for one in of_ranks(job(num_ranks, "samples:siblings", **layout)):
         assert max(one["worst"], *one["logprobs"], one["evaluated"]) <= TOLERANCE
         assert one["shared"] == 4 * 35
         assert one["at_once"] > 0

@@ -58,10 +58,6 @@ class CascadeTable(SegmentTable):
         return self.levels[-1].keys.stop
 
     @property
-    def num_keys(self) -> int:
-        return self.num_shared + self.key_starts[-1]
-
-    @property
     def calls(self) -> tuple[SegmentTable, ...]:
         return (self, *(level.table for level in self.levels))
 

@@ -87,7 +87,7 @@ class Heads:
         _, _, table = layout.view.call(self.kernel, layout.table, self.like)
         if table.calls == (table,):
             return ((table, 0),)
-        k = self.ones(1, self.kv_heads).expand(table.num_keys, -1, -1)
+        k = self.ones(1, self.kv_heads).expand(sum(call.key_starts[-1] for call in table.calls), -1, -1)
         return tuple((call, heads_of_backward(self.query_heads, k, k)) for call in table.calls)
 
 

@@ -89,12 +89,8 @@ class SegmentTable:
         return self.query_starts[-1]
 
     @property
-    def num_keys(self) -> int:
-        return self.key_starts[-1]
-
-    @property
     def calls(self) -> tuple[SegmentTable, ...]:
-        """Layouts of the calls of a kernel's library that are made of one call with this layout."""
+        """Layouts of the calls of a kernel's library that one call with this layout takes, and all keys of which it gets."""
         return (self,)
 
     @property

@@ -128,9 +128,9 @@ def _relative_error(
     def random(tokens: int, heads: int, channels: int = case.channels) -> Tensor:
         return torch.randn(tokens, heads, channels, generator=generator).to(case.device, case.dtype)
 
-    values = case.value_channels or case.channels
+    values, keys = case.value_channels or case.channels, sum(call.key_starts[-1] for call in table.calls)
     q, grad = random(table.num_tokens, case.query_heads), random(table.num_tokens, case.query_heads, values)
-    k, v = random(table.num_keys, case.kv_heads), random(table.num_keys, case.kv_heads, values)
+    k, v = random(keys, case.kv_heads), random(keys, case.kv_heads, values)
     scale = case.channels**-0.5
     sinks = torch.randn(case.query_heads, generator=generator).to(case.device)
 
