@@ -76,6 +76,8 @@ TREES = [
     pytest.param(2, {}, {"offload": True, "memory_cap_gb": 0.00023}, id="offload"),
     pytest.param(2, {}, {"split_weight_gradient": "on"}, id="split weight gradients"),
     pytest.param(2, {}, {"share_prefixes": False}, id="alone"),
+    pytest.param(2, {"window_size": (9, 0), "softmax_type": "learnable"}, {}, id="windows, sinks"),
+    pytest.param(2, {"window_size": (20, 0), "window_attn_skip_freq": 2}, {"recompute": 1}, id="windows, recompute"),
 ]
 
 
@@ -94,7 +96,6 @@ def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_sam
 UNSHARED = {
     "layers that hand on a state": MAMBA,
     "latents": LATENT,
-    "windows": {"window_size": (9, 0)},
 }
 
 

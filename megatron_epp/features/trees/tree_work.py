@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, work_of
+from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, TimeColumn, work_of
+from megatron_epp.features.trees.cuts import Cut, Part, cut_chunks
 from megatron_epp.features.trees.readers import reads_of
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.chunk import Borrowed
@@ -26,6 +27,10 @@ class TreeWork(ChunkWork):
     # reads them. Of the same shape.
     reader: IntColumn
     is_read: IntColumn  # 1 for segments that others read
+    entered: IntColumn  # parts of segments that begin with a state
+
+    def handed(self, state_tokens: int) -> tuple[TimeColumn, IntColumn]:
+        return ChunkWork.handed(self, state_tokens)[0], self.entered
 
     @property
     def gathered_tokens(self) -> IntColumn:
@@ -50,6 +55,20 @@ class TreeWork(ChunkWork):
         return total
 
 
+def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, int, int]]:
+    """Yield an entry of `ChunkWork.cuts` for each state of a chunk.
+
+    Rows are copied in front of each part that they are ahead of, and a state that other chunks begin with is held until its
+    gradient is there. Sums of several chunks' gradients are in fp32, which takes twice the bytes of rows in half precision; and
+    chunks that have not run backward hold the state besides.
+    """
+    for tokens, before, behind in parts:
+        if before is not None:
+            yield tokens.start, 1, 0
+        if behind is not None:
+            yield tokens.end, min(2, others[behind]), min(2, max(1, others[behind]))
+
+
 def work_of_tree(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed], *batch: Any) -> TreeWork:
     """Derive the work of every chunk; `batch` are the arguments of `cost.work.work_of` behind its chunks."""
     plain, reads = work_of(chunks, *batch), reads_of(chunks, borrowed)
@@ -60,6 +79,8 @@ def work_of_tree(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed], *batch: 
     rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
     segments[0] += padding
+    parts, others = cut_chunks(chunks, borrowed)
+    cuts = (np.array([*_kept(own, others)], dtype=np.int64).reshape(-1, 3).T for own in parts)
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
         "first": every,
@@ -67,11 +88,13 @@ def work_of_tree(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed], *batch: 
         "begun": None,
         "prefix_tokens": np.array([sum(part.start for part in chunk.segments) for chunk in chunks], dtype=np.int64),
         "cache_tokens": plain.tokens,
+        "cuts": np.fromiter(cuts, dtype=np.object_, count=len(chunks)),
         "num_slices": np.full(len(chunks), 1 + max(readers.values(), default=0)),
     }
     return TreeWork(
         **columns,
         segments=segments,
         reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
+        entered=np.array([sum(part.before is not None for part in own) for own in parts], dtype=np.int64),
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
     )

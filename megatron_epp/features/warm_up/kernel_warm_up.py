@@ -25,6 +25,7 @@ from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 from megatron_epp.runtime.context import ChunkLayout
+from megatron_epp.runtime.handover import stretches_of
 
 if TYPE_CHECKING:
     from megatron_epp.cost.model import PipelineCosts
@@ -74,8 +75,10 @@ class Heads:
         options = {"has_window": self.window is not None, "has_sinks": self.has_sinks}
         return kernels.choose(q, k, self.values(k), self.preference, **options)
 
-    def table(self, table: SegmentTable) -> SegmentTable:
-        return table if self.window is None else table.within(self.window)
+    def table(self, layout: ChunkLayout) -> SegmentTable:
+        if self.window is None:
+            return layout.table
+        return stretches_of(layout.table, layout.view, layout.begun).table.within(self.window)
 
 
 @dataclass(slots=True)
@@ -106,10 +109,10 @@ class KernelWarmUp:
         """
         if not self._active:
             return 0
-        tables = [layout.table for layout in layouts]
-        wanted = {(heads.table(table).shape_class, at) for table in tables for at, heads in enumerate(self._active)}
-        if not self._warm and tables:
-            most = max(table.num_tokens for table in tables)
+        chunks = [*layouts]
+        wanted = {(heads.table(layout).shape_class, at) for layout in chunks for at, heads in enumerate(self._active)}
+        if not self._warm and chunks:
+            most = max(layout.table.num_tokens for layout in chunks)
             for at, heads in enumerate(self._active):
                 seen = self.longest if heads.window is None else min(self.longest, most + heads.window)
                 wanted |= {(shape, at) for shape in all_classes(most, seen)}
