@@ -78,6 +78,7 @@ TREES = [
     pytest.param(2, {}, {"share_prefixes": False}, id="alone"),
     pytest.param(2, {"window_size": (9, 0), "softmax_type": "learnable"}, {}, id="windows, sinks"),
     pytest.param(2, {"window_size": (20, 0), "window_attn_skip_freq": 2}, {"recompute": 1}, id="windows, recompute"),
+    pytest.param(2, LATENT, {}, id="latent attention"),
 ]
 
 
@@ -95,7 +96,6 @@ def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_sam
 
 UNSHARED = {
     "layers that hand on a state": MAMBA,
-    "latents": LATENT,
 }
 
 

@@ -23,7 +23,6 @@ def obstacle(models: Sequence[Any], planner: str, asks: LossColumns, of_inputs: 
         "experts, whose losses and capacity count a token once for every sample": config.num_moe_experts,
         "dropout, which is another for every sample": config.hidden_dropout or config.attention_dropout,
         "FP8 or FP4, whose scales follow all tokens": config.fp8 or getattr(config, "fp4", None),
-        "latents": config.multi_latent_attention,
         "multi-token prediction": config.mtp_num_layers,
         "layers that hand on a state": any(mixes_tokens(module) for model in models for module in model.modules()),
         "inputs of a function": of_inputs.names is not None or of_inputs.axes > 1 or of_inputs.routing is not None,
