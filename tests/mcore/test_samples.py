@@ -79,6 +79,9 @@ TREES = [
     pytest.param(2, {"window_size": (9, 0), "softmax_type": "learnable"}, {}, id="windows, sinks"),
     pytest.param(2, {"window_size": (20, 0), "window_attn_skip_freq": 2}, {"recompute": 1}, id="windows, recompute"),
     pytest.param(2, LATENT, {}, id="latent attention"),
+    pytest.param(2, MAMBA, {}, id="Mamba-2 and attention"),
+    pytest.param(2, MAMBA, {"recompute": 1}, id="Mamba-2, recompute"),
+    pytest.param(2, DELTA, {}, id="gated delta nets"),
 ]
 
 
@@ -95,7 +98,7 @@ def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_sam
 
 
 UNSHARED = {
-    "layers that hand on a state": MAMBA,
+    "experts, whose losses and capacity count a token once for every sample": {"num_experts": 4, "add_bias_linear": False},
 }
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from megatron_epp.data.batch import InputColumns, LossColumns
 from megatron_epp.data.samples import Samples
 from megatron_epp.features.trees.prefixes import shared_prefixes
-from megatron_epp.mcore.model.kinds import mixes_tokens
 from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.planners import begins_with_greedy
 
@@ -24,7 +23,6 @@ def obstacle(models: Sequence[Any], planner: str, asks: LossColumns, of_inputs: 
         "dropout, which is another for every sample": config.hidden_dropout or config.attention_dropout,
         "FP8 or FP4, whose scales follow all tokens": config.fp8 or getattr(config, "fp4", None),
         "multi-token prediction": config.mtp_num_layers,
-        "layers that hand on a state": any(mixes_tokens(module) for model in models for module in model.modules()),
         "inputs of a function": of_inputs.names is not None or of_inputs.axes > 1 or of_inputs.routing is not None,
         "values of every token": asks.has_values,
         f"planner {planner}": not begins_with_greedy(planner),
