@@ -24,6 +24,8 @@ from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.sizing import size_classes
 
+_BACKWARD_COPIES = 4
+"""Copies of keys and values in a row that take as long as what a backward does: it puts them there, and adds up gradients."""
 _FORMAT = FileFormat("cost profile", "megatron-epp/costs", 2, CODEC)
 
 
@@ -46,6 +48,7 @@ class PipelineCosts:
     message_us_per_byte: float = 0.0
     host_latency_us: float = 0.0
     host_us_per_byte: float = math.inf  # infinite if nothing can be offloaded
+    copy_us_per_byte: float = 0.0  # of a copy within a device, such as one that puts keys and values in a row
     host_turns: int = 1  # consecutive pipeline ranks that share a link to the host and take turns on it (`hardware.divide`)
     offloadable_share: float = 1.0  # largest share of a chunk's activation bytes that may be offloaded
     fragmentation_share: float = 0.0  # share of the bytes held by chunks that an allocator loses between its blocks
@@ -131,6 +134,10 @@ class PipelineCosts:
             device_us = device_us - self._not_trained(stage, name).per_token_us * (work.tokens - work.trained)
         if work.span_work is not None and stage == 0:
             device_us = device_us + self.span_us(name) * work.span_work
+        if self.copy_us_per_byte and name != "weight":
+            own, copies = self.stages[stage], 1 if name == "forward" else _BACKWARD_COPIES
+            copy_us = self.copy_us_per_byte * own.num_caches * own.kv.bytes_per_token
+            device_us = device_us + copies * copy_us * work.gathered_tokens
         return np.asarray(whole.launched(device_us))
 
     def _not_trained(self, stage: int, name: str) -> LinearTime:

@@ -50,6 +50,8 @@ class Feature:
     choice: str = ""
     divisible: str = ""  # from a problem of the whole batch and a number of replicas to one that they can share
     work: str = ""
+    cut: str = ""  # from a chunker, the sequences of a run, its chunks' shares of its time and least tokens to chunks
+    groups: str = ""  # from a table and a problem to groups in the order of backwards (`planner.order.runs_of`)
     layouts: str = ""
     head: str = ""  # from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made
     run: str = ""  # from a run whose ranks are connected to its `RunFeature`, or None where this model needs none
@@ -171,6 +173,8 @@ FEATURES = (
         choice=f"{_HERE}trees.choice:faster",
         divisible=f"{_HERE}trees.choice:divisible",
         work=f"{_HERE}trees.tree_work:work_of_tree",
+        cut=f"{_HERE}trees.tree_cuts:cut_trees",
+        groups=f"{_HERE}trees.readers:groups_of",
         layouts=f"{_HERE}trees.tree_layouts:tree_layouts",
     ),
     Feature(

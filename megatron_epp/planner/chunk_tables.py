@@ -112,7 +112,7 @@ def microbatch_tables(problem: Problem) -> dict[str, tuple[Chunk, ...]]:
     sequences: dict[int, list[int]] = {}
     for q, number in enumerate(problem.microbatches):
         sequences.setdefault(number, []).append(q)
-    chunks = [Chunk(tuple(Segment(q, 0, problem.lengths[q]) for q in each)) for each in sequences.values()]
+    chunks = [Chunk(tuple(Segment(q, problem.first_token(q), problem.lengths[q]) for q in each)) for each in sequences.values()]
     work = {chunk: (sum(part.end**2 for part in chunk.segments), chunk.num_tokens) for chunk in chunks}
     falling, rising = (
         sorted(chunks, key=work.__getitem__, reverse=reverse) for reverse in (True, False)

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from megatron_epp.features import batch_target
 from megatron_epp.plan import Action, Chunk, Op, Segment
-from megatron_epp.plan.problem import connected
+from megatron_epp.plan.problem import Problem, connected
 
 Order = Sequence[Sequence[Action]]
 """The compute actions of every rank, in order: tuples, or numbers that stand for them (`kernels.codes.CodedOrder`)."""
+
+Groups = Sequence[Sequence[int]]
+"""Chunks of a table, ascending in groups, in the order of their backwards: the last chunk of each group first."""
 
 CopyOrder = tuple[tuple[tuple[Action, Action | None], ...], ...]
 """Offloads and loads of every rank in order, each with the compute action it waits for besides its own forward or offload."""
@@ -28,6 +32,12 @@ def slice_groups(chunks: Sequence[Chunk], loss_groups: Sequence[int] = ()) -> li
             starts.append(c)
         reach = max(reach, stops.get(c, -1))
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(chunks)], strict=True)]
+
+
+def runs_of(chunks: Sequence[Chunk], problem: Problem) -> Groups:
+    """Return a table's runs (`slice_groups`), or groups of parts of them where a batch branches."""
+    divided = batch_target(problem, "groups")
+    return slice_groups(chunks) if divided is None else list(divided(chunks, problem))
 
 
 def has_groups(loss_groups: Sequence[int]) -> bool:
@@ -66,7 +76,7 @@ def arranged(chunks: tuple[Chunk, ...], loss_groups: Sequence[int]) -> tuple[Chu
     return tuple(chunks[c] for group in together for c in group)
 
 
-def descending(groups: Sequence[Sequence[int]]) -> list[int]:
+def descending(groups: Groups) -> list[int]:
     """Return the chunks in the order of their backwards: group by group, the last slice of each first."""
     return [c for group in groups for c in reversed(group)]
 

@@ -206,7 +206,7 @@ def work_of_table(chunks: Sequence[Chunk], problem: Problem) -> ChunkWork:
 def work_of_batch(batch: Problem | Plan, chunks: Sequence[Chunk], *facts: Any) -> ChunkWork:
     """Derive the work of chunks of a batch; `facts` are the last arguments of `work_of`."""
     sizes, make = (batch.lengths, batch.token_multiple), batch_target(batch, "work")
-    work: ChunkWork = work_of(chunks, *sizes, *facts) if make is None else make(chunks, batch.borrowed, *sizes, *facts)
+    work: ChunkWork = work_of(chunks, *sizes, *facts) if make is None else make(chunks, batch, *sizes, *facts)
     return work
 
 

@@ -144,10 +144,11 @@ def test_no_plan_holds_more_than_it_says_nor_less_by_three_in_a_hundred(lines_of
 
 
 @EACH
-def test_the_plans_had_every_level_alone_and_beside_others_and_copies(lines_of: Lines, batches: int, name: str) -> None:
+def test_the_plans_had_every_level_alone_and_beside_others_copies_and_trees(lines_of: Lines, batches: int, name: str) -> None:
     seen = {again for lines in lines_of(batches, name) for line in lines for again in line["recompute"]}
     assert any({f"{layers} {mode.name}" for mode in MODES.values()} <= seen for layers in (2, 4))
     assert any("+" in again for again in seen)
+    assert {False, True} == {line["borrowed"] > 0 for lines in lines_of(batches, name) for line in lines}
     assert {0, 1} <= {line["hosted"] for lines in lines_of(batches, name) for line in lines}
     assert len({line["share"] for lines in lines_of(batches, name) for line in lines}) >= batches
 

@@ -97,6 +97,17 @@ def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_sam
     assert max(one["shared"] for one in found) == 35 * bool(plans["share_prefixes"])  # of the replica that has the two
 
 
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (2, {"stages": 4}), pytest.param(4, {}, marks=SLOW)])
+def test_twenty_steps_with_a_shared_prompt_end_at_the_weights_of_whole_samples(ranks, layout):
+    found = of_ranks(job(ranks, "samples:steps", prompt=36, **layout))
+    own = [losses for one in found for losses in one["expected"] if losses]
+    for one in found:
+        assert one["stages"] == layout.get("stages", ranks) // ranks
+        assert one["worst"] <= TOLERANCE < one["moved"]
+        means = [sum(losses) / len(losses) for losses in own[:20]]
+        assert [loss for (loss,) in one["losses"]] == pytest.approx(means, rel=TOLERANCE)
+
+
 UNSHARED = {
     "experts, whose losses and capacity count a token once for every sample": {"num_experts": 4, "add_bias_linear": False},
 }

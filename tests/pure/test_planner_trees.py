@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.features.trees.choice import divisible
+from megatron_epp.features.trees.readers import groups_of
+from megatron_epp.features.trees.tree_cuts import cut_trees
 from megatron_epp.features.trees.tree_work import work_of_tree
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, plan
+from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.breakdown import peak_items
 from megatron_epp.planner.result import plan_or_refuse
 from megatron_epp.tools.report.text import headline
@@ -53,15 +56,26 @@ def test_random_forests_have_sound_plans_in_which_each_token_runs_once(seed, mul
     assert made.predicted.lower_bound_us <= made.predicted.makespan_us * (1 + 1e-9)
 
 
-def test_keys_are_held_by_their_chunk_and_sums_of_gradients_from_the_last_reader_on():
+def test_keys_are_held_by_their_chunk_and_sums_of_gradients_from_the_first_reader_on():
     """Of a prompt of 4 tokens and its response of 2 in one chunk, another response of 3 behind it, and one of 1 in a third."""
     chunks = chunk((0, 0, 6)), chunk((1, 4, 7)), chunk((2, 4, 5))
-    work = work_of_tree(chunks, (NOTHING_BORROWED, Borrowed(0, 4), Borrowed(0, 4)), (6, 7, 5), 4)
+    lengths, borrowed = (6, 7, 5), (NOTHING_BORROWED, Borrowed(0, 4), Borrowed(0, 4))
+    work = work_of_tree(chunks, replace(problem(lengths, 2), borrowed=borrowed), lengths, 4)
     tenfold = [column(lambda tokens: 10 * tokens).tolist() for column in (work.opened_cache, work.released_cache)]
     assert tenfold == [[80, 40, 40], [0, 40, 40 + 80]]
-    assert work.opened_gradients(lambda tokens: tokens).tolist() == [0, 0, 8]
+    assert work.opened_gradients(lambda tokens: tokens).tolist() == [0, 8, 0]
     assert work.closed_gradients(lambda tokens: tokens).tolist() == [8, 0, 0]
     assert (work.prefix_tokens.tolist(), work.gathered_tokens.tolist()) == ([0, 4, 4], [8, 8, 8])
+
+
+def test_keys_and_values_that_a_pass_puts_in_a_row_take_a_copy_and_in_backward_four():
+    chunks, borrowed = (chunk((0, 0, 6)), chunk((1, 4, 7))), (NOTHING_BORROWED, Borrowed(0, 4))
+    work = work_of_tree(chunks, replace(problem((6, 7), 2), borrowed=borrowed), (6, 7))
+    layers, row_bytes = COSTS.stages[0].num_caches, COSTS.stages[0].kv.bytes_per_token
+    slow, free = (replace(COSTS, copy_us_per_byte=each) for each in (0.5, 0.0))
+    for passes, copies in (("forward_us", 1), ("backward_us", 4), ("weight_us", 0)):
+        added_us = getattr(slow, passes)(0, work) - getattr(free, passes)(0, work)
+        assert added_us == pytest.approx([copies * 0.5 * layers * row_bytes * rows for rows in (6, 7)])
 
 
 @pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 1, 0)])
@@ -133,3 +147,42 @@ def test_a_part_of_a_batch_keeps_what_its_sequences_borrow():
     asked = replace(problem(lengths, 2), borrowed=borrowed)
     assert asked.indivisible == ((0, 1), (2, 3))
     assert asked.part((2, 3)).borrowed == (NOTHING_BORROWED, Borrowed(0, 99))
+
+
+def test_backwards_of_a_branch_follow_its_forwards_and_what_all_read_comes_last():
+    """A prompt of two slices and its response of two more, then a response of two slices, and one in the chunk of a third's."""
+    chunks = *(chunk((0, at, at + 2)) for at in (0, 2, 4, 6)), chunk((1, 4, 6)), chunk((1, 6, 8)), chunk((2, 4, 6), (3, 4, 5))
+    borrowed = (NOTHING_BORROWED, *(3 * [Borrowed(0, 4)]))
+    asked = replace(problem((8, 8, 6, 5), 2), borrowed=borrowed)
+    assert [*map(list, groups_of(chunks, asked))] == [[2, 3], [4, 5], [0, 1, 6]]
+    together = replace(asked, loss_groups=(0, 0, 1, 1))
+    assert [*map(list, groups_of(chunks, together))] == [[*range(7)]]
+
+
+def test_keys_and_values_of_few_branches_are_alive_however_many_there_are():
+    options, peaks = Options(chunk_tokens=1000), []
+    for members in (4, 32):
+        lengths, borrowed = groups(1, members, 4000, 6000)
+        made = plan(replace(problem(lengths, 2), borrowed=borrowed), COSTS, options)
+        peaks.append(max(made.predicted.peak_bytes) - max(made.static_bytes))
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_slices_of_a_branch_take_equally_long_and_end_a_chunk():
+    lengths, borrowed = groups(2, 4, 4000, 3000)
+    asked = replace(problem(lengths, 2), borrowed=borrowed)
+    chunker = Chunker.of(asked, COSTS, None)
+    chunks = cut_trees(chunker, range(8), (1.0,) * 30, 32)
+    for q in range(8):
+        own = [(c, segment) for c in chunks for segment in c.segments if segment.sequence == q]
+        times_us = [chunker.part_us(*segment) for _, segment in own[1:]]
+        assert len(own) > 1
+        assert max(times_us) < 1.05 * min(times_us)
+        assert own[-1][0].segments[-1] == own[-1][1]
+
+
+def test_microbatches_share_inside_and_a_prefix_runs_again_in_each():
+    lengths, borrowed = groups(2, 2, 400, 300)
+    asked = replace(problem(lengths, 2), borrowed=borrowed, microbatches=(0, 0, 1, 1))
+    made = plan(asked, COSTS, Options(shares=True))
+    assert sorted(made.chunks, key=str) == [chunk((0, 0, 700), (1, 399, 693)), chunk((2, 0, 700), (3, 399, 693))]

@@ -14,7 +14,8 @@ from megatron_epp.plan import Chunk, PlanError
 from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, WEIGHT, CodedOrder, Codes
 from megatron_epp.planner.kernels.compiled import float_zeros, floats, integer_zeros, integers, numbers
-from megatron_epp.planner.order import Order, descending, slice_groups
+from megatron_epp.planner.order import Order, descending, runs_of
+from megatron_epp.planner.orders.warm_up import window_ahead, windows_of
 from megatron_epp.planner.tables import Tables
 
 
@@ -40,7 +41,7 @@ class ListScheduling:
     slack: int = 0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        return order_of(ready_of(chunks, tables, self))
+        return order_of(ready_of(chunks, tables, problem, self))
 
 
 def order_of(run: ready.Ready) -> CodedOrder:
@@ -52,9 +53,9 @@ def order_of(run: ready.Ready) -> CodedOrder:
     return CodedOrder(Codes(run.out, integers(starts)), run.num_chunks)
 
 
-def ready_of(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> ready.Ready:
+def ready_of(chunks: Sequence[Chunk], tables: Tables, problem: Problem, rule: ListScheduling) -> ready.Ready:
     """Collect times and limits of a chunk table, and storage."""
-    groups = slice_groups(chunks)
+    groups = runs_of(chunks, problem)
     stages, total, ranks = len(tables.rank_of), len(chunks), len(tables.stages_of)
     columns, trains, items = tables.columns, tables.trains, stages * total
     is_split = rule.waiting is not None and trains
@@ -63,9 +64,8 @@ def ready_of(chunks: Sequence[Chunk], tables: Tables, rule: ListScheduling) -> r
     if is_split:
         backward_us = floats(np.concatenate([own.backward_us - own.saved_by_split_us for own in tables.passes]))
     alive = math.ceil(rule.window * ranks) + rule.slack
-    ends = [group.stop for group in groups for _ in group]
-    sizes = [len(group) for group in groups for _ in group]
-    ahead = [max(end, done + alive + size - 1) for done, (end, size) in enumerate(zip(ends, sizes, strict=True))]
+    limits = zip(window_ahead(groups, minimal=True), windows_of(groups), strict=True)
+    ahead = [max(end, done + alive + window - 1) for done, (end, window) in enumerate(limits)]
     first_stage = [0, *accumulate(map(len, tables.stages_of))]
     passes = 2 if trains else 1
     return ready.Ready(

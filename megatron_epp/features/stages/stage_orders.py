@@ -13,7 +13,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.codes import coded
-from megatron_epp.planner.order import Order, descending, slice_groups
+from megatron_epp.planner.order import Groups, Order, descending, runs_of
 from megatron_epp.planner.orders.patterns import by_laps, is_looped, looped, of_laps, one_warm_up
 from megatron_epp.planner.orders.warm_up import OrderRule, window_ahead
 from megatron_epp.planner.settings import GRAIN, LEAD, REACH, Opening, Orders, ReachRule
@@ -38,14 +38,14 @@ class Interleaved:
     elastic: bool = True
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        own, groups = looped(problem), slice_groups(chunks)
+        own, groups = looped(problem), runs_of(chunks, problem)
         orders = [self._order(groups, own)] if is_looped(problem) and self.elastic else []
         orders += [one_warm_up(groups, own)] if is_looped(problem) else []
         return running(orders, chunks, tables, problem)
 
-    def _order(self, groups: Sequence[range], own: Placement) -> Order:
+    def _order(self, groups: Groups, own: Placement) -> Order:
         ranks, laps = own.num_ranks, own.num_chunks
-        forwards = by_laps(range(groups[-1].stop), ranks, range(laps))
+        forwards = by_laps(range(sum(map(len, groups))), ranks, range(laps))
         backwards = by_laps(descending(groups), ranks, range(laps)[::-1])
         at_of, size = {unit: at for at, unit in enumerate(forwards)}, {c: len(group) for group in groups for c in group}
         ahead = [max(at_of[laps - 1, c] + 1, k + (laps - 1) * ranks + size[c]) for k, (_, c) in enumerate(backwards)]
@@ -66,15 +66,14 @@ class Block:
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         own = Placement("v", problem.num_ranks, 2)
-        orders = (self._order(slice_groups(chunks), own),) if is_v(problem) else ()
+        orders = (self._order(runs_of(chunks, problem), own),) if is_v(problem) else ()
         return running(orders, chunks, tables, problem)
 
-    def _order(self, groups: Sequence[range], own: Placement) -> Order:
-        forward_blocks: list[int] = []
-        backward_blocks: list[int] = []
+    def _order(self, groups: Groups, own: Placement) -> Order:
+        forward_blocks, backward_blocks, total = list[int](), list[int](), sum(map(len, groups))
         for ahead in window_ahead(groups, self.minimal):
             first = max([-1, *forward_blocks[-1:], *backward_blocks[-1:]]) + 1
-            forward_blocks += range(first, first + max(0, min(ahead, groups[-1].stop) - len(forward_blocks)))
+            forward_blocks += range(first, first + max(0, min(ahead, total) - len(forward_blocks)))
             backward_blocks.append(max(first, *forward_blocks[-1:]))
         ranks = range(own.num_ranks)
         rows = [in_blocks(self.name, own, rank, groups, forward_blocks, backward_blocks) for rank in ranks]
@@ -87,7 +86,12 @@ def is_v(problem: Problem) -> bool:
 
 
 def in_blocks(
-    name: str, own: Placement, rank: int, groups: Sequence[range], forward_blocks: Sequence[int], backward_blocks: Sequence[int]
+    name: str,
+    own: Placement,
+    rank: int,
+    groups: Groups,
+    forward_blocks: Sequence[int],
+    backward_blocks: Sequence[int],
 ) -> dict[int, Action]:
     """Forwards and backwards of a rank by the unit of time in which the block has them, for two stages on each rank in a V.
 

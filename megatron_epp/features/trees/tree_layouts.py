@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_epp.features.trees.cuts import cut_chunks
 from megatron_epp.features.trees.readers import reads_of
+from megatron_epp.features.trees.state_cuts import cut_chunks
 from megatron_epp.features.trees.tree_cache import Node, Piece, TreeCache, TreeView
 from megatron_epp.plan import Chunk, Plan
 from megatron_epp.runtime.attention.segments import SegmentTable

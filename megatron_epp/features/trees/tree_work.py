@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, TimeColumn, work_of
-from megatron_epp.features.trees.cuts import Cut, Part, cut_chunks
-from megatron_epp.features.trees.readers import reads_of
-from megatron_epp.plan import Chunk, Segment
-from megatron_epp.plan.chunk import Borrowed
+from megatron_epp.features.trees.readers import groups_of, reads_of
+from megatron_epp.features.trees.state_cuts import Cut, Part, cut_chunks
+from megatron_epp.plan import Chunk, Plan, Segment
+from megatron_epp.plan.problem import Problem
+from megatron_epp.planner.order import descending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +24,10 @@ class TreeWork(ChunkWork):
 
     # Tokens of the segments of each chunk, ``[segment, chunk]``, the padding with the first; 0 where there is none
     segments: IntColumn
-    # The last chunk of the table that reads a segment's keys and values, and so the first in backward: its own where no other
-    # reads them. Of the same shape.
-    reader: IntColumn
+    # last_reader, first_backward: the chunk whose forward is the last to read a segment's keys and values, and the one whose
+    # backward is the first; its own where no other reads them. Of the same shape.
+    last_reader: IntColumn
+    first_backward: IntColumn
     is_read: IntColumn  # 1 for segments that others read
     entered: IntColumn  # parts of segments that begin with a state
 
@@ -40,18 +42,19 @@ class TreeWork(ChunkWork):
         return np.sum([*map(size, self.segments)], axis=0)
 
     def released_cache(self, size: Sizes) -> IntColumn:
-        return self._at_readers(size, np.ones_like(self.is_read))
+        return self._at(self.last_reader, size, self.segments)
 
     def opened_gradients(self, size: Sizes) -> IntColumn:
-        return self._at_readers(size, self.is_read)
+        return self._at(self.first_backward, size, self.segments * self.is_read)
 
     def closed_gradients(self, size: Sizes) -> IntColumn:
         return np.sum([*map(size, self.segments * self.is_read)], axis=0)
 
-    def _at_readers(self, size: Sizes, which: IntColumn) -> IntColumn:
-        sizes = np.array([*map(size, self.segments * which)])
+    @staticmethod
+    def _at(chunks: IntColumn, size: Sizes, tokens: IntColumn) -> IntColumn:
+        sizes = np.array([*map(size, tokens)])
         total = np.zeros(sizes.shape[1], dtype=sizes.dtype)
-        np.add.at(total, self.reader, sizes)
+        np.add.at(total, chunks, sizes)
         return total
 
 
@@ -69,17 +72,20 @@ def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, in
             yield tokens.end, min(2, others[behind]), min(2, max(1, others[behind]))
 
 
-def work_of_tree(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed], *batch: Any) -> TreeWork:
-    """Derive the work of every chunk; `batch` are the arguments of `cost.work.work_of` behind its chunks."""
-    plain, reads = work_of(chunks, *batch), reads_of(chunks, borrowed)
+def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:
+    """Derive the work of every chunk; `facts` are the arguments of `cost.work.work_of` behind its chunks."""
+    plain, reads = work_of(chunks, *facts), reads_of(chunks, batch.borrowed)
     readers = Counter(part for parts in reads.values() for part, _ in parts)
-    last = {part: c for c, chunk in enumerate(chunks) for segment in chunk.segments for part, _ in reads[segment]}
+    last, first = (
+        {part: c for c in order for segment in chunks[c].segments for part, _ in reads[segment]}
+        for order in (range(len(chunks)), descending(groups_of(chunks, batch))[::-1])
+    )
     every, padding = np.ones(len(chunks), dtype=np.bool_), plain.tokens - [chunk.num_tokens for chunk in chunks]
     nothing = Segment(-1, 0, 0)
     rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
     segments[0] += padding
-    parts, others = cut_chunks(chunks, borrowed)
+    parts, others = cut_chunks(chunks, batch.borrowed)
     cuts = (np.array([*_kept(own, others)], dtype=np.int64).reshape(-1, 3).T for own in parts)
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
@@ -94,7 +100,8 @@ def work_of_tree(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed], *batch: 
     return TreeWork(
         **columns,
         segments=segments,
-        reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
+        last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
+        first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         entered=np.array([sum(part.before is not None for part in own) for own in parts], dtype=np.int64),
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_epp.plan.action import Op
-from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
+from megatron_epp.plan.chunk import NOTHING_BORROWED, path_of
 from megatron_epp.plan.columns import Booleans, Floats, PlanColumns, entries, positions
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.plan import Plan, Prediction
@@ -93,7 +93,7 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
 
 def check_borrowed(plan: Plan) -> Iterator[Violation]:
     """Yield violations unless every sequence that borrows has tokens of its own and borrows from one that holds the last of
-    these tokens, and no sequence borrows from itself, through others or not.
+    these tokens: so no sequence borrows from itself through others, each of which would borrow less than the one before.
     """
     if plan.borrowed and len(plan.borrowed) != len(plan.lengths):
         yield fault(f"borrowed has {len(plan.borrowed)} entries for {len(plan.lengths)} sequences")
@@ -108,29 +108,14 @@ def check_borrowed(plan: Plan) -> Iterator[Violation]:
             yield fault(f"sequence {sequence} borrows {tokens} tokens of sequence {lender}, which holds those {own} itself")
         elif tokens >= plan.lengths[sequence]:
             yield fault(f"sequence {sequence} borrows {tokens} of its {plan.lengths[sequence]} tokens; one at least is its own")
-        elif _borrows_from(sequence, lender, plan.borrowed):
-            yield fault(f"sequence {sequence} borrows from itself, through sequence {lender}")
-
-
-def _borrows_from(sequence: int, lender: int, borrowed: Sequence[Borrowed]) -> bool:
-    for _ in borrowed:
-        if lender == sequence:
-            return True
-        if not 0 <= lender < len(borrowed):
-            return False
-        lender = borrowed[lender].sequence
-    return False
 
 
 def _not_behind(plan: Plan, c: int) -> Iterator[Violation]:
     """Yield violations unless segments of a chunk are behind those in it that have the tokens before theirs."""
     segments = plan.chunks[c].segments
     for position, (sequence, start, _) in enumerate(segments):
-        holder = sequence
-        while 0 < start <= plan.borrowed[holder].tokens:
-            holder = plan.borrowed[holder].sequence
-        later = segments[position + 1 :]
-        if start > 0 and any(other == holder and begin < start <= stop for other, begin, stop in later):
+        before, later = path_of(sequence, start, plan.borrowed)[-1:], segments[position + 1 :]
+        if any(other == before[0].sequence and begin < start <= stop for other, begin, stop in later if before):
             yield fault(f"chunk {c} holds tokens of sequence {sequence} from {start} on ahead of the one before them")
 
 

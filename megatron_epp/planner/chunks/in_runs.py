@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_epp.features import batch_target
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, round_up
 from megatron_epp.planner.order import as_slices, stand_in
@@ -185,20 +185,7 @@ def falling_times(chunker: Chunker) -> list[Timed]:
     for q in sorted(group_of, key=lambda q: (-times_us[q], q)):
         groups.setdefault(group_of[q], []).append(q)
     of_groups = ((sum(times_us[q] for q in own), tuple(own)) for own in groups.values())
-    falling = sorted(of_groups, key=lambda each: (-each[0], each[1]))
-    return [(time_us, _depth_first(own, problem.borrowed)) for time_us, own in falling] if problem.borrowed else falling
-
-
-def _depth_first(sequences: Sequence[int], borrowed: Sequence[Borrowed]) -> tuple[int, ...]:
-    """Order sequences so that each comes behind the one it borrows from, those that borrow most of it first."""
-    borrowers: dict[int, list[int]] = {}
-    for q in sequences:
-        borrowers.setdefault(borrowed[q].sequence, []).append(q)
-    waiting, order = borrowers.get(-1, [])[::-1], list[int]()
-    while waiting:
-        order.append(waiting.pop())
-        waiting += sorted(borrowers.get(order[-1], ()), key=lambda q: borrowed[q].tokens)
-    return tuple(order)
+    return sorted(of_groups, key=lambda each: (-each[0], each[1]))
 
 
 def _held(falling: Sequence[Timed], num_long: int, runs: Sequence[tuple[float, ...]]) -> list[list[Timed]]:
@@ -225,6 +212,8 @@ def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_
     sequences = [q for _, own in run for q in own]
     if not sequences:
         return []
+    if (cut := batch_target(chunker.problem, "cut")) is not None:
+        return list(cut(chunker, sequences, shares, least_tokens))
     chunker = chunker.without_reads(sequences[0], len(shares))
     lengths, cap, multiple = chunker.problem.lengths, chunker.token_cap, chunker.problem.token_multiple
     unit_us = sum(map(chunker.own_us, sequences)) / sum(shares)
@@ -232,7 +221,7 @@ def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_
     chunks, parts = list[Chunk](), list[Segment]()
     room_us, room, at = unit_us * shares[0], cap, 0
     for q in sequences:
-        begin = chunker.problem.first_token(q)
+        begin = 0
         while begin < lengths[q]:
             rest_us, end = chunker.part_us(q, begin, lengths[q]), lengths[q]
             is_last, took_us = at >= len(shares) - 1, 0.0
@@ -261,6 +250,6 @@ def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_
 def _chunk_of(parts: Sequence[Segment], problem: Problem) -> Chunk:
     """Return a chunk of neighbouring parts; one that goes on comes first if no sequence ends in front of it."""
     *others, last = parts
-    if last.end < problem.lengths[last.sequence] and parts[0].start == 0 and not problem.borrowed:
+    if last.end < problem.lengths[last.sequence] and parts[0].start == 0:
         return Chunk((last, *others))
     return Chunk(tuple(parts))

@@ -11,7 +11,7 @@ from megatron_epp.plan import Action, Op
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS
-from megatron_epp.planner.order import Order, descending
+from megatron_epp.planner.order import Groups, Order, descending
 from megatron_epp.planner.orders.warm_up import merged, order_of
 
 
@@ -39,7 +39,7 @@ def by_laps(chunks: Sequence[int], size: int, laps: Sequence[int], least: int | 
     return [(lap, c) for start, stop in zip(starts, stops, strict=True) for lap in laps for c in chunks[start:stop]]
 
 
-def one_warm_up(groups: Sequence[range], own: Placement, together: int | None = None) -> Order:
+def one_warm_up(groups: Groups, own: Placement, together: int | None = None) -> Order:
     """Order looped stages with one warm-up per rank: ``2 (p - rank - 1) + (v - 1) n`` forwards (2104.04473, section 2.2.2).
 
     Where slices need more forwards before the first backward, it has as many more. `together` chunks n, by default as many as
@@ -47,7 +47,7 @@ def one_warm_up(groups: Sequence[range], own: Placement, together: int | None = 
     """
     ranks, laps = own.num_ranks, list(range(own.num_chunks))
     size = together or ranks
-    forwards = by_laps(range(groups[-1].stop), size, laps, ranks)
+    forwards = by_laps(range(sum(map(len, groups))), size, laps, ranks)
     backwards = by_laps(descending(groups), size, laps[::-1], ranks)
     position = {unit: at for at, unit in enumerate(forwards)}
     late = max(position[laps[-1], c] - at for at, (_, c) in enumerate(backwards))

@@ -16,7 +16,7 @@ from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.fit import step_bytes
 from megatron_epp.planner.kernels.codes import BACKWARD, FORWARD, KIND_BITS, CodedOrder, Codes
 from megatron_epp.planner.kernels.compiled import Numbers, integers
-from megatron_epp.planner.order import Order, descending, slice_groups
+from megatron_epp.planner.order import Groups, Order, descending, runs_of, slice_groups
 from megatron_epp.planner.tables import Tables
 
 
@@ -47,9 +47,9 @@ def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -
     return run_ahead(groups, num_stages, forward_only, lambda stage: [count + num_stages - stage - 1 for count in alive])
 
 
-def run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahead: Callable[[int], Sequence[int]]) -> Order:
+def run_ahead(groups: Groups, num_stages: int, forward_only: bool, ahead: Callable[[int], Sequence[int]]) -> Order:
     """Order each rank's forwards and backwards by how many forwards have run before each backward."""
-    total = groups[-1].stop if groups else 0
+    total = sum(map(len, groups))
     forwards = np.arange(total, dtype=np.int64) << KIND_BITS | FORWARD
     backwards = np.array(descending(groups), dtype=np.int64) << KIND_BITS | BACKWARD
     rows = [
@@ -75,14 +75,19 @@ def order_of(rows: Sequence[Numbers], num_chunks: int) -> CodedOrder:
     return CodedOrder(Codes(integers(np.concatenate(rows)), integers(starts)), num_chunks)
 
 
-def window_ahead(groups: Sequence[range], minimal: bool) -> list[int]:
+def window_ahead(groups: Groups, minimal: bool) -> list[int]:
     """Compute how many forwards the last rank has run before each of its backwards: `minimal` up to the end of the backward's
-    sequence; else the number of backwards before it plus its sequence's slices.
+    group; else the number of backwards before it plus its group's window (`windows_of`).
     """
     if minimal:
-        return [group.stop for group in groups for _ in group]
-    windows = [len(group) for group in groups for _ in group]
-    return list(accumulate((done + window for done, window in enumerate(windows)), max))
+        return [group[-1] + 1 for group in groups for _ in group]
+    return list(accumulate((done + window for done, window in enumerate(windows_of(groups))), max))
+
+
+def windows_of(groups: Groups) -> list[int]:
+    """Return, for each backward, the chunks alive ahead of its group's first one: of a sequence, its slices."""
+    begins = accumulate(map(len, groups), initial=0)
+    return [group[-1] + 1 - begin for group, begin in zip(groups, begins, strict=False) for _ in group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ class WarmUp:
     slack: int = 0
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        num_stages, total, groups = problem.num_stages, len(chunks), slice_groups(chunks)
+        num_stages, total, groups = problem.num_stages, len(chunks), runs_of(chunks, problem)
         last = window_ahead(groups, self.minimal)
 
         def ahead(stage: int) -> list[int]:
@@ -143,7 +148,7 @@ class CappedWarmUp:
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         if problem.forward_only:
             return WarmUp(self.lead, slack=self.slack).order(chunks, tables, problem)
-        groups, stages, total = slice_groups(chunks), problem.num_stages, len(chunks)
+        groups, stages, total = runs_of(chunks, problem), problem.num_stages, len(chunks)
         leads = [self.slack + math.floor(self.lead * (stages - 1 - stage) + 0.5) for stage in range(stages)]
         last = np.array(window_ahead(groups, minimal=False))
         for ahead_by, fitting in zip(leads, _fitting(groups, tables, problem, self.room), strict=True):
@@ -152,9 +157,9 @@ class CappedWarmUp:
         return run_ahead(groups, stages, False, lambda stage: [*window[leads[stage] :], *[total] * min(leads[stage], total)])
 
 
-def _fitting(groups: Sequence[range], tables: Tables, problem: Problem, room: float) -> list[NDArray[np.int64]]:
+def _fitting(groups: Groups, tables: Tables, problem: Problem, room: float) -> list[NDArray[np.int64]]:
     """Compute how many forwards each stage may have run before each of its backwards, without recompute."""
-    total, stages = groups[-1].stop if groups else 0, problem.num_stages
+    total, stages = sum(map(len, groups)), problem.num_stages
     forwards = np.arange(total) << KIND_BITS | FORWARD
     backwards = np.array(descending(groups), dtype=np.int64) << KIND_BITS | BACKWARD
     firsts = np.arange(stages)[:, None] * (total << KIND_BITS)

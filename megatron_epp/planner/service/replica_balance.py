@@ -105,7 +105,7 @@ def sequence_work(problem: Problem, costs: Costs) -> list[float]:
     """Microseconds that each sequence takes the slowest stage, forward and backward, without the fixed time of chunks."""
     order = sorted(range(len(problem.lengths)), key=problem.lengths.__getitem__)
     chunker = Chunker.of(problem.part(order), costs, None)
-    each = {q: chunker.part_us(at, 0, problem.lengths[q]) for at, q in enumerate(order)}
+    each = {q: chunker.own_us(at) for at, q in enumerate(order)}
     return [each[q] for q in range(len(order))]
 
 

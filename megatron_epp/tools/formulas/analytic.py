@@ -87,6 +87,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         stage_ranks=shape.ranks,
         host_latency_us=rates.host_latency_us,
         host_us_per_byte=MICROSECONDS / rates.host_bytes if rates.host_bytes else math.inf,
+        copy_us_per_byte=MICROSECONDS * 2 / rates.memory_bytes,
         host_sharing=rates.host_sharing,
         context_exchange_us=context_exchange_us(shape, rates),
         shards=shard_bytes(shape),
@@ -105,7 +106,7 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
         counts = len(measured.dense_layers), len(shape.dense_layers)
         raise EppError(f"the profile has {counts[0]} layers without experts, and the model {counts[1]}: measure it again")
     of_casts: dict[str, Any] = {name: getattr(shape, name) for name in _OF_CASTS}
-    measured = replace(measured, **of_casts)
+    measured = replace(measured, copy_us_per_byte=MICROSECONDS * 2 / rates.memory_bytes, **of_casts)
     if not shape.relays_latents:
         return measured
     formula, made_us = analytic_profile(shape, rates), expansion_line(shape, rates).per_token_us

@@ -99,6 +99,7 @@ class Profile:
     # the link; infinite if there is no link
     host_latency_us: float = 0.0
     host_us_per_byte: float = math.inf
+    copy_us_per_byte: float = 0.0  # see `PipelineCosts`
     host_sharing: int = 1  # consecutive devices that share that link
     context_exchange_us: tuple[float, ...] = ()  # see `PipelineCosts`
     shards: ShardBytes | None = None  # what shards of the output layer hold; None in a file from before it was recorded
@@ -141,6 +142,7 @@ class Profile:
             message_us_per_byte=self.message_us_per_byte,
             host_latency_us=self.host_latency_us,
             host_us_per_byte=at_once * self.host_us_per_byte,
+            copy_us_per_byte=self.copy_us_per_byte,
             host_turns=turns,
             vocabulary=self._shards(vocabulary_shares) if vocabulary_shares else None,
             context_exchange_us=self.context_exchange_us,

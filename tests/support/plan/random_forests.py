@@ -25,12 +25,13 @@ class Forest(NamedTuple):
         return tuple(len(text) - 1 for text in self.texts)
 
 
-def forest(rng: random.Random, trees: int = 2, depth: int = 3) -> Forest:
+def forest(rng: random.Random, trees: int = 2, depth: int = 3, tokens: int = 9) -> Forest:
+    """Grow trees whose nodes have up to so many `tokens`."""
     texts: list[list[int]] = []
     borrowed: list[Borrowed] = []
 
     def grow(prefix: list[int], level: int, lender: Borrowed) -> None:
-        text = [*prefix, *(rng.randrange(WORDS) for _ in range(rng.randint(2, 9)))]
+        text = [*prefix, *(rng.randrange(WORDS) for _ in range(rng.randint(2, tokens)))]
         first = len(texts)
         if level == depth:
             texts.append(text)

@@ -28,6 +28,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.runtime.executor import HANDLERS
 from tests.support.mcore.jobs.common import flags_of, write, written
+from tests.support.plan.random_forests import forest
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
 CONTEXT, VOCABULARY = 256, 95
@@ -99,6 +100,7 @@ def of_batches(executor, batches):
                         "host": host.held_peak_bytes,
                         "hosted": len(caches),
                         "share": offload_share(plan),
+                        "borrowed": plan.num_shared_tokens,
                         "offloadable": costs.offloadable_share,
                         "recompute": sorted({str(again) for row in plan.recompute for again in row}),
                     }
@@ -117,9 +119,12 @@ def plans(args, costs, run, batches):
     placement = run.placement.rank_of
     static = [sum(costs.static_bytes(s) for s, on in enumerate(placement) if on == r) for r in range(max(placement) + 1)]
     free_of_caps = planner.Problem((), placement, (UNLIMITED_BYTES,) * len(static), token_multiple(args))
-    for _ in range(batches):
+    for number in range(batches):
         lengths = tuple(min(CONTEXT, int(draw.lognormvariate(3.5, 1.2)) + 1) for _ in range(draw.randint(3, 12)))
         problem = replace(free_of_caps, lengths=lengths)
+        if number % 2:  # of trees
+            grown = forest(draw, trees=draw.randint(1, 3), depth=draw.randint(2, 4), tokens=30)
+            problem = replace(free_of_caps, lengths=grown.lengths, borrowed=grown.borrowed)
         options = replace(options_from(args, training=True), slices=draw.randint(1, 4), offload=False)
         made = planner.PLANNERS["greedy"](problem, costs, options)
         free = build_plan(problem, costs, options, made)
@@ -133,7 +138,7 @@ def plans(args, costs, run, batches):
                 for stage, count in enumerate(costs.num_layers)
             ]
             copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
-            pairs = [*product(range(len(recompute_steps)), slices_in(made.chunks, problem.lengths))]
+            pairs = [*product(range(len(recompute_steps)), slices_in(made.chunks, problem.lengths))] * (not problem.borrowed)
             kv_offload = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
             changed = replace(made, modes=modes, recompute_steps=recompute_steps, kv_offload=kv_offload, **copies)
             return build_plan(problem, costs, options, changed)

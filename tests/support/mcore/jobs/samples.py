@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -121,6 +121,43 @@ def grpo(
         "splits": sorted(splits),
         "num_gradients": len(expected),
         "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
+    }
+
+
+def steps(prompt: int, count: int = 20, stages: int | None = None, **settings: Any) -> dict[str, Any]:
+    """Return losses of steps with a shared prompt and of whole samples, and how far the weights are from each other at the end.
+
+    Where ranks have several stages samples by themselves stand for whole ones, whose lengths Megatron's schedule cannot run.
+    """
+    loop = begin(LENGTHS, stages, calculate_per_token_loss=True, **settings)
+    samples = made(prompt)
+    training = DataParallel(loop, samples, partial(whole_step, per_token=True))
+    loss = ClippedRatio(average=Average.SEQUENCE_MEANS, kl="k3", kl_weight=0.1)
+    shared, alone = (megatron_epp.wrap_samples(loss=loss, share_prefixes=shares, **SETTINGS) for shares in (True, False))
+    beginning = training.weights()
+
+    def trained(step: Callable[[], list[float]]) -> tuple[list[Tensor], list[list[float]]]:
+        training.load(beginning)
+        losses = []
+        for _ in range(count):
+            losses.append(step())
+            training.step()
+        return training.weights(), losses
+
+    def by(schedule: Any) -> list[float]:
+        return [float(training.sliced(schedule)[1].means["policy loss"])]
+
+    def whole() -> list[float]:
+        return [float(one["loss"]) for one in training.whole()[1]]
+
+    weights, losses = trained(partial(by, shared))
+    others, expected = trained(whole if stages is None else partial(by, alone))
+    return {
+        "worst": apart(weights, others),
+        "moved": apart(others, beginning),
+        "losses": losses,
+        "expected": expected,
+        "stages": len(shared._run.stages),
     }
 
 
