@@ -17,7 +17,7 @@ from megatron_epp.plan import Chunk
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.handover import Handover
+from megatron_epp.runtime.handover import Handover, Stretch, Stretches
 from megatron_epp.runtime.state_space import StateSpaceLayer
 from tests.support.plan.small_plans import chunk
 from tests.support.runtime import recurrent_nets
@@ -205,3 +205,23 @@ def test_slices_out_of_order_are_refused() -> None:
         output.sum().backward()
     with pytest.raises(KVCacheError, match="were never taken"):
         handover.assert_empty()
+
+
+def test_a_state_is_there_until_all_who_go_on_from_it_have_read_it_and_has_the_sum_of_their_gradients() -> None:
+    handover, state = Handover(), torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    table, entering = SECOND.table, Stretches(SECOND.table, (Stretch(0, BETWEEN, None),), (BETWEEN,))
+    leaving = Stretches(table, (Stretch(0, None, BETWEEN),), left={BETWEEN: 3})
+    views = [SliceView(7, 0, 4, 4, 4, handed=handed) for handed in (leaving, *[entering] * 3)]
+    contexts = [ChunkContext(c, table, SlicedKVCache(), view) for c, view in enumerate(views)]
+    output = handover.leave(0, contexts[0], torch.ones(3, requires_grad=True) * 1, {BETWEEN: (state * 1,)})
+    read = [handover.enter(0, context)[BETWEEN][0] for context in contexts[1:]]
+    assert handover.num_bytes == 0
+    with pytest.raises(KVCacheError, match="finds no state of the one before it"):
+        handover.enter(0, contexts[1])
+    for number, factor in enumerate((1.0, 2**-8, 2**-8)):  # in half precision the sum would be 1
+        (read[number] * factor).sum().backward()
+        assert handover.num_bytes == (8 if number else 4)
+    output.sum().backward()
+    assert state.grad is not None
+    assert state.grad.tolist() == [1 + 2**-7] * 2
+    handover.assert_empty()

@@ -1,6 +1,7 @@
 """Sequences that share prefixes: tokens in common run once, with the loss and gradients of every sequence on its own."""
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -160,3 +161,24 @@ def test_a_segment_reads_parts_of_those_that_hold_its_prefix():
             assert node[:3] == segment
             assert sum(piece.num_rows for piece in pieces) == segment.start
         assert layout.table.key_starts[-1] == layout.view.num_keys
+
+
+@given(st.integers(0, 10**6))
+def test_a_state_is_left_at_each_cut_for_the_chunks_that_begin_there(seed):
+    plan = forest_plan(random.Random(seed), forest(random.Random(seed)), multiple=4)
+    layouts, readers = tree_layouts(plan), Counter()
+    for layout in layouts:
+        own = layout.view.handed
+        readers.update(own.entered)
+        assert own.table.num_tokens == layout.table.num_tokens
+        behind = {part.behind for part in own.parts if part.behind is not None}
+        for number, before, cut in own.parts:
+            sequence, start, end = own.table.segments[number]
+            assert (before is not None) == (start > 0)
+            assert cut in (None, (sequence, end))
+            if before is not None:
+                assert before == (path_of(sequence, start, plan.borrowed)[-1].sequence, start)
+                assert (before in behind) != (before in own.entered)
+        whole = Counter(s.sequence for s in own.table.segments for _ in range(s.num_tokens))
+        assert whole == Counter(s.sequence for s in layout.table.segments for _ in range(s.num_tokens))
+    assert readers == Counter({cut: count for layout in layouts for cut, count in layout.view.handed.left.items()})

@@ -61,15 +61,15 @@ class TreeWork(ChunkWork):
 def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, int, int]]:
     """Yield an entry of `ChunkWork.cuts` for each state of a chunk.
 
-    Rows are copied in front of each part that they are ahead of, and a state that other chunks begin with is held until its
-    gradient is there. Sums of several chunks' gradients are in fp32, which takes twice the bytes of rows in half precision; and
-    chunks that have not run backward hold the state besides.
+    Rows are copied in front of each part that they are ahead of. Of several chunks that begin with a state some may have run
+    backward ahead of the others' forwards, so the state is there beside the sum of gradients. A sum of two or more is in fp32,
+    which takes twice the bytes of rows in half precision.
     """
     for tokens, before, behind in parts:
         if before is not None:
             yield tokens.start, 1, 0
         if behind is not None:
-            yield tokens.end, min(2, others[behind]), min(2, max(1, others[behind]))
+            yield tokens.end, min(3, others[behind]), min(2, max(1, others[behind]))
 
 
 def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:

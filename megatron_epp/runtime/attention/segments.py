@@ -107,13 +107,12 @@ class SegmentTable:
     def part(self, shard: Iterable[slice]) -> tuple[Segment, ...]:
         """Return the pieces of segments that a rank with the tokens of `shard` (see `ContextParallel.shard`) has, in order."""
         starts = list(zip(self.segments, self.query_starts, self.query_starts[1:], strict=False))
-        pieces = []
-        for own in shard:
-            for (sequence, first, _), at, end in starts:
-                low, high = max(at, own.start), min(end, own.stop)
-                if low < high:
-                    pieces.append(Segment(sequence, first + low - at, first + high - at))
-        return tuple(pieces)
+        return tuple(
+            Segment(sequence, first + low - at, first + high - at)
+            for own in shard
+            for (sequence, first, _), at, end in starts
+            if (low := max(at, own.start)) < (high := min(end, own.stop))
+        )
 
     @property
     def shape_class(self) -> ShapeClass:
@@ -158,12 +157,11 @@ class SegmentTable:
 
     @staticmethod
     def build(chunk: Chunk, padded_tokens: int) -> SegmentTable:
-        segments, padding = list(chunk.segments), padded_tokens - chunk.num_tokens
-        if padding > 0:  # attends to itself only, so that nothing of it reaches the others
-            segments.append(Segment(-1, 0, padding))
+        padding = padded_tokens - chunk.num_tokens  # attends to itself only, so that nothing of it reaches the others
+        segments = (*chunk.segments, *[Segment(-1, 0, padding)] * (padding > 0))
         query_starts = tuple(accumulate((segment.num_tokens for segment in segments), initial=0))
         key_starts = tuple(accumulate((segment.end for segment in segments), initial=0))
-        return SegmentTable(tuple(segments), query_starts, key_starts)
+        return SegmentTable(segments, query_starts, key_starts)
 
 
 def offsets_of(table: SegmentTable) -> Tensor:
