@@ -57,10 +57,8 @@ def test_states_take_what_is_counted_for_trees_by_the_bytes_of_slices(kind: str)
     (one, _), (two, _) = (held(kind, plan_of((tokens,), [[(0, 0, tokens)]]), [0])[0] for tokens in (8, 16))
     slices = held(kind, plan_of((24,), [[(0, start, start + 8)] for start in (0, 8, 16)]), [2, 1, 0])
     window = {"a window of 1, sinks": 1, "a window of 6, sinks": 6}.get(kind, 0)
-    # Rows ahead of a convolution are copied for each part; in models they are some hundredths of a state.
-    rows = 0 if window else 3 * (24 if "delta" in kind else 22) * 4
     state = slices[0][1]
-    tails = max(0, slices[1][0] - 2 * slices[0][0] - state) + rows  # as `handover_probe` finds them, but for the rows
+    tails = max(0, slices[1][0] - 2 * slices[0][0] - state)  # as `handover_probe` finds them
     block = BlockCosts(kind=HANDOVER, state_bytes=state, state_tokens=window, tail_bytes=tails)
     work, parts = work_of_tree(PLAN.chunks, PLAN, LENGTHS), [len(own) for own in cut_chunks(PLAN.chunks, BORROWED)[0]]
     kept = block.kept_bytes(work) + (two - one) // 8 * work.tokens + (2 * one - two) * np.array(parts)

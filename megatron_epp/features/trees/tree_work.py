@@ -58,18 +58,19 @@ class TreeWork(ChunkWork):
         return total
 
 
-def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, int, int]]:
+def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, int]]:
     """Yield an entry of `ChunkWork.cuts` for each state of a chunk.
 
-    Rows are copied in front of each part that they are ahead of. Of several chunks that begin with a state some may have run
-    backward ahead of the others' forwards, so the state is there beside the sum of gradients. A sum of two or more is in fp32,
-    which takes twice the bytes of rows in half precision.
+    Every part that begins with a state has a copy of its rows in front of its own. Of several chunks that begin with one some
+    may have run backward ahead of the others' forwards, so it is there beside the sum of gradients. A sum of two or more is in
+    fp32, which takes twice the bytes of rows in half precision. A recurrence's state, which parts need not copy, is counted as
+    rows are: too high, by some hundredths of what their tokens keep in models of today's sizes.
     """
     for tokens, before, behind in parts:
         if before is not None:
-            yield tokens.start, 1, 0
+            yield tokens.start, 1
         if behind is not None:
-            yield tokens.end, min(3, others[behind]), min(2, max(1, others[behind]))
+            yield tokens.end, min(3, others[behind])
 
 
 def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:
@@ -86,7 +87,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
     segments[0] += padding
     parts, others = cut_chunks(chunks, batch.borrowed)
-    cuts = (np.array([*_kept(own, others)], dtype=np.int64).reshape(-1, 3).T for own in parts)
+    cuts = (np.array([*_kept(own, others)], dtype=np.int64).reshape(-1, 2).T for own in parts)
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
         "first": every,

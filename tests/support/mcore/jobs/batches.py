@@ -35,20 +35,12 @@ CONTEXT, VOCABULARY = 256, 95
 OPTIONS, SPLIT = "--epp-offload --epp-slices 3", "--epp-split-weight-gradient"
 LATENT = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 20 "
 LATENT += "--rope-type rope --no-rope-fusion"
-MAMBA = "--mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16 --hybrid-layer-pattern M*MM|M*MM "
-MAMBA += "--spec tests.support.mcore.mamba_hybrid stack_spec"
-DELTA = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
-DELTA += "--linear-conv-kernel-dim 4 --hybrid-layer-pattern GGGG|GGGG --spec tests.support.mcore.delta_hybrid stack_spec"
 # By name: processes, model and flags.
 RUNS = {
     "llama": (2, "llama", ""),
     "grouped, with dropout": (2, "grouped", "--hidden-dropout 0.1"),
     "grouped in bf16, ten slices": (2, "grouped", "--bf16 --epp-slices 10"),
-    "windows, sinks": (2, "grouped", "--window-size 20,0 --window-attn-skip-freq 2 --softmax-type learnable"),
     "latents": (2, "llama", f"{LATENT} --epp-latents on"),
-    "latent attention": (2, "llama", LATENT),
-    "Mamba-2 and attention": (2, "llama", MAMBA),
-    "gated delta nets": (2, "llama", DELTA),
     "weights apart, there and back": (2, "gpt2", f"{SPLIT} --num-virtual-stages-per-pipeline-rank 2 --epp-placement v"),
 }
 
