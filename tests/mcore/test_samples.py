@@ -76,6 +76,12 @@ TREES = [
     pytest.param(2, {}, {"offload": True, "memory_cap_gb": 0.00023}, id="offload"),
     pytest.param(2, {}, {"split_weight_gradient": "on"}, id="split weight gradients"),
     pytest.param(2, {}, {"share_prefixes": False}, id="alone"),
+    pytest.param(2, {"window_size": (9, 0), "softmax_type": "learnable"}, {}, id="windows, sinks"),
+    pytest.param(2, {"window_size": (20, 0), "window_attn_skip_freq": 2}, {"recompute": 1}, id="windows, recompute"),
+    pytest.param(2, LATENT, {}, id="latent attention"),
+    pytest.param(2, MAMBA, {}, id="Mamba-2 and attention"),
+    pytest.param(2, MAMBA, {"recompute": 1}, id="Mamba-2, recompute"),
+    pytest.param(2, DELTA, {}, id="gated delta nets"),
 ]
 
 
@@ -118,9 +124,7 @@ def test_twenty_steps_with_a_shared_prompt_end_at_the_weights_of_whole_samples(r
 
 
 UNSHARED = {
-    "layers that hand on a state": MAMBA,
-    "latents": LATENT,
-    "windows": {"window_size": (9, 0)},
+    "experts, whose losses and capacity count a token once for every sample": {"num_experts": 4, "add_bias_linear": False},
 }
 
 

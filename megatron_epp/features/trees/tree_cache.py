@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.plan import EppError
 from megatron_epp.plan.sizing import sums_in_fp32
 from megatron_epp.runtime.attention.core import compact
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import HeadGroup, KVCacheError, SliceView, Tensors
+from megatron_epp.runtime.handover import Stretches
 
 
 class Node(NamedTuple):
@@ -59,9 +59,11 @@ class TreeView(SliceView):
     shared: tuple[Piece, ...] = ()  # of the prefixes of several segments, in front of all others
 
     @classmethod
-    def of(cls, parts: tuple[tuple[tuple[Piece, ...], Node], ...], most_readers: int) -> TreeView:
+    def of(
+        cls, parts: tuple[tuple[tuple[Piece, ...], Node], ...], most_readers: int, handed: Stretches | None = None
+    ) -> TreeView:
         num_tokens = sum(node.end - node.start for _, node in parts)
-        return cls(parts[0][1].sequence, 0, num_tokens, num_tokens, num_tokens, 1 + most_readers, parts)
+        return cls(parts[0][1].sequence, 0, num_tokens, num_tokens, num_tokens, 1 + most_readers, handed, parts)
 
     @property
     def num_keys(self) -> int:
@@ -91,13 +93,8 @@ class TreeCache(SlicedKVCache):
     _num_bytes: int = 0
 
     @property
-    def num_bytes(self) -> int:
+    def cache_bytes(self) -> int:
         return self._num_bytes
-
-    def carried[T](self, kind: type[T]) -> T:
-        raise EppError(
-            f"layers that hand on a {kind.__name__} from slice to slice do not run with shared prefixes: turn them off"
-        )
 
     @contextmanager
     def _again(self, backward: bool) -> Iterator[None]:
@@ -174,6 +171,7 @@ class TreeCache(SlicedKVCache):
                 self._free(node, group)
 
     def assert_empty(self) -> None:
+        SlicedKVCache.assert_empty(self)
         if self._nodes:
             left = sorted({(group.layer, node.sequence) for node, group in self._nodes})
             raise KVCacheError(f"caches of (layer, sequence) {left} were never freed")

@@ -25,6 +25,7 @@ from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads, heads_of_backward
 from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 from megatron_epp.runtime.context import ChunkLayout
+from megatron_epp.runtime.handover import stretches_of
 
 if TYPE_CHECKING:
     from megatron_epp.cost.model import PipelineCosts
@@ -81,7 +82,8 @@ class Heads:
     def calls(self, layout: ChunkLayout) -> tuple[tuple[SegmentTable, int], ...]:
         """Return the layouts of a layer's calls, and of each how many key heads run backward at once; 0 if its keys tell."""
         if self.window is not None:
-            return ((layout.table.within(self.window), 0),)
+            table = stretches_of(layout.table, layout.view, layout.begun).table
+            return ((table.within(self.window), 0),)
         if layout.view is None or self.is_expanded:
             return ((layout.table, 0),)
         _, _, table = layout.view.call(self.kernel, layout.table, self.like)
