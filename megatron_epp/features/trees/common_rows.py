@@ -15,8 +15,9 @@ LEAST_ROWS = 2048
 about as long on an H100 as the launches of the call and of its merging.
 """
 ROWS_PER_TOKEN = 2.0
-"""Fewest of these rows for each token whose output is merged. On a CPU half a row pays (`python -m scripts.bench.prefixes`); by
-the bytes that both move, 0.6 rows do where every head has its keys, and 2 where 8 query heads share them.
+"""Fewest of these rows for each token whose output is merged. On a CPU 2 rows are 6 % or more of a layer's time, half a row is
+nothing or a loss (`python -m scripts.bench.prefixes`). By the bytes that both move on a GPU, 0.6 rows pay where every query
+head has keys of its own, and 2 where 8 share them.
 """
 
 
