@@ -47,13 +47,8 @@ CASES = {"GRPO, 8 groups of 8": groups(8, 8, 96, 192), "DPO, 32 pairs": groups(3
 
 
 def run(rank: int, batch: Groups, rounds: int, folder: str) -> dict[str, list[dict[str, float]]]:
-    """Train a batch `rounds` times by each schedule; return planned and measured makespans on the first rank.
-
-    Args:
-        rank: of the run; it runs on the machine's core of that number.
-        batch: samples to train.
-        rounds: calls of each schedule that count.
-        folder: for reports.
+    """Train a batch by each schedule, `rounds` times after those that learn costs; return the planned and the measured makespan
+    of each on the first rank. The folder is for reports.
     """
     pin(rank)
     import megatron_epp
@@ -116,8 +111,8 @@ def _makespans(folder: Path, count: int) -> list[dict[str, float]]:
 
 def row(args: Namespace, batch: Groups) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, list[dict[str, float]]] = run_ranks(run, 2, batch, args.rounds, folder)[0]
-    medians = {name: {kind: median(each[kind] for each in own) for kind in own[0]} for name, own in found.items()}
+        makespans: dict[str, list[dict[str, float]]] = run_ranks(run, 2, batch, args.rounds, folder)[0]
+    medians = {name: {kind: median(each[kind] for each in own) for kind in own[0]} for name, own in makespans.items()}
     ratios = {kind: own / medians["trees"][kind] for kind, own in medians["separate"].items()}
     return {"medians": medians, "ratios": ratios}
 
