@@ -146,6 +146,11 @@ class ChunkWork:
         """Tokens whose keys and values a pass puts together besides those in the cache."""
         return np.zeros(len(self.tokens), dtype=np.int64)
 
+    @property
+    def repeated_tokens(self) -> IntColumn:
+        """Tokens that a pass would put together again for other segments, which read one row for all (but of latents)."""
+        return np.zeros(len(self.tokens), dtype=np.int64)
+
     def handed(self, state_tokens: int) -> tuple[TimeColumn, BoolColumn | IntColumn]:
         """Numbers of states that chunks keep, where one behind fewer tokens is a part, and of slices that go on from one."""
         if self.cuts is not None:

@@ -50,6 +50,8 @@ class PlanSource:
     rank: int = 0  # this rank's index in the pipeline
     # Makes what this rank runs a planned batch with, given its lowered actions, in a thread while the batch before runs
     prepare: Callable[[GlobalBatch, tuple[Action, ...]], object] = lambda batch, actions: None
+    # Returns what sequences of a dataset borrow of each other, in the thread of `make_plans`
+    borrowed: Callable[[SequenceDataset, Sequence[int]], tuple[Borrowed, ...]] = lambda dataset, indices: ()
 
 
 type _Prepared = tuple[GlobalBatch, int]  # a replica's part of a batch with its plan, and the checksum of the batch's division
@@ -150,9 +152,8 @@ def _batches(
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
         packed = None
         if plans is not None and plans.make_plans is not None:
-            facts = trained_parts(dataset, indices), loss_groups, spans_of(dataset, indices), borrowed_of(dataset, indices)
-            asked = Lengths(lengths, *facts)
-            packed = plans.make_plans(asked)
+            facts = trained_parts(dataset, indices), loss_groups, spans_of(dataset, indices), plans.borrowed(dataset, indices)
+            packed = plans.make_plans(Lengths(lengths, *facts))
         batch = GlobalBatch(
             indices=indices,
             lengths=lengths,
@@ -183,15 +184,8 @@ def sequences_of(dataset: SequenceDataset, drawn: tuple[int, ...]) -> tuple[tupl
 
 def spans_of(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[Spans, ...]:
     """Return the spans of sequences; empty if none has any."""
-    spans: Callable[[int], Spans] | None = getattr(dataset, "spans", None)
-    each = () if spans is None else tuple(map(spans, indices))
+    each: tuple[Spans, ...] = tuple(map(getattr(dataset, "spans", lambda index: ()), indices))
     return each if any(each) else ()
-
-
-def borrowed_of(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[Borrowed, ...]:
-    """Return what sequences borrow of others; empty if the dataset shares no prefixes."""
-    find: Callable[[Sequence[int]], tuple[Borrowed, ...]] | None = getattr(dataset, "borrowed", None)
-    return () if find is None else find(indices)
 
 
 def _portable(error: Exception) -> Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,6 @@ import numpy as np
 from megatron_epp.data.batch import OF_TOKENS, PADDING_TOKEN, InputColumns, LossColumns
 from megatron_epp.data.records import records
 from megatron_epp.data.routes import ROUTES, Routing, read_routes
-from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.problem import TokenSpan
 from megatron_epp.plan.reading import naming_file
@@ -120,8 +119,6 @@ class Samples:
         self, samples: Iterable[TokenSample], asks: LossColumns | None = None, names: Sequence[str] | None = None
     ) -> None:
         self._samples = tuple(samples)
-        self.borrowed: Callable[[Sequence[int]], tuple[Borrowed, ...]] = lambda indices: ()
-        """Function from samples of a batch to what their inputs borrow of each other."""
         self.names = [f"sample {index}" for index in range(len(self._samples))] if names is None else names
         self.lengths = np.array([len(sample.tokens) - 1 for sample in self._samples], dtype=np.int32)
         for column in self._samples[0].inputs if self._samples else ():

@@ -169,6 +169,8 @@ FEATURES = (
     Feature(
         "shared prefixes",
         "groups of 8 responses of 1,000 tokens to prompts of 4,000 take 2.5 times less: tests/pure/test_planner_trees.py",
+        wanted=lambda asked: not asked.whole and _by_plans(asked) and asked.args.epp_share_prefixes != "off",
+        run=f"{_HERE}trees.sharing:share",
         batched=lambda batch: bool(batch.borrowed),
         choice=f"{_HERE}trees.choice:faster",
         divisible=f"{_HERE}trees.choice:divisible",

@@ -26,6 +26,7 @@ def plan_by_name(problem: Problem, costs: Costs, options: Options, names_cap: bo
     """Plan by a planner other than "greedy", as `planner.plan` does."""
     planner = _planner(options.planner)
     validate(problem, costs, options)
+    problem = replace(problem, borrowed=())  # their orders know no readers: every sequence runs by itself
     entry = PLANNERS.entry(options.planner)
     if entry is not None and not entry.keeps_groups and has_groups(problem.loss_groups):
         reason = f"planner {options.planner!r} orders each sequence by itself, and the batch has losses over several"

@@ -133,7 +133,7 @@ def _lengths(source: str) -> tuple[int, ...]:
     from megatron_epp.tools.cli.lengths import lengths_of
 
     try:
-        return lengths_of(argparse.Namespace(lengths=source, context=None, batch_size=None, seed=0))
+        return lengths_of(argparse.Namespace(lengths=source, context=None, batch_size=None, seed=0)).lengths
     except EppError as error:
         raise SystemExit(f"parity: {error}") from None
 

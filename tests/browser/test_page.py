@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.tools.report.page.html import Shown, save_page
 from tests.support.plan.report_plans import measured_run, sliced_plan, with_offload
+from tests.support.plan.small_plans import chunk, make_plan
 
 webdriver = pytest.importorskip("selenium.webdriver", reason='needs selenium: pip install "megatron-epp[dev]"')
 CHROMIUM, DRIVER = (shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver"))
@@ -187,6 +189,23 @@ def test_a_row_of_the_table_highlights_its_chunk_in_all_plans_of_the_batch(page)
     assert page.text("#details h3") == "chunk 2"
     page.press("\ue00c")
     assert page.ask("epp.state.chunk") is None
+
+
+def test_a_chunk_names_what_its_sequences_borrow_and_its_trees_are_highlighted_half_as_much(browser, tmp_path):
+    """Sequences 1 and 2 begin as sequence 0, and 4 as 3."""
+    chunks = chunk((0, 0, 3000)), chunk((1, 2000, 3000), (2, 2500, 2600)), chunk((3, 0, 900), (4, 500, 900)), chunk((5, 0, 9))
+    plan, none = make_plan(["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"], chunks, static_bytes=0), Borrowed(-1, 0)
+    borrowed = none, Borrowed(0, 2000), Borrowed(0, 2500), none, Borrowed(3, 500), none
+    plan = replace(plan, lengths=(3000, 3000, 2600, 900, 900, 9), borrowed=borrowed)
+    browser.show(tmp_path, Shown("trees", plan))
+    browser.move_to(0, 0, middle(plan, 0, 1), click=True)
+    shown = (
+        "1, tokens 2,000 to 3,000 of 3,000, its first 2,000 from sequence 0; 2, tokens 2,500 to 2,600 of 2,600, its first 2,500"
+    )
+    assert shown in browser.text("#details")
+    assert "1[2000:3000]<0 2[2500:2600]<0" in browser.text("#chunks tr[data-chunk='1']")
+    assert browser.ask("Array.from(epp.state.chunk.marks[0])") == [2, 1, 0, 0]
+    assert browser.text("#chunks tr[data-chunk='3']").endswith(" 5")
 
 
 def test_a_click_on_a_box_selects_its_row_and_its_rank(page, plan):

@@ -78,7 +78,7 @@ def test_a_document_of_one_token_more_than_the_limit_is_whole(tmp_path, num_toke
 def test_commands_see_the_lengths_that_training_sees(pair, long_documents):
     dataset = DocumentDataset(pair, context_limit=40, long_documents=long_documents)
     asked = argparse.Namespace(lengths=f"{pair}.idx", batch_size=None, context=40, documents=long_documents)
-    assert lengths_of(asked) == tuple(dataset.lengths.tolist())
+    assert lengths_of(asked).lengths == tuple(dataset.lengths.tolist())
 
 
 def test_documents_that_train_nothing_are_skipped_counted_and_logged_once(tmp_path, caplog):

@@ -97,6 +97,21 @@ def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_sam
     assert max(one["shared"] for one in found) == 35 * bool(plans["share_prefixes"])  # of the replica that has the two
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [
+        (2, {}),
+        pytest.param(4, {"context_parallel": 2}, marks=SLOW),
+        pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, marks=SLOW),
+    ],
+)
+def test_many_samples_of_a_prompt_read_its_rows_at_once_with_the_gradients_of_whole_samples(num_ranks, layout):
+    for one in of_ranks(job(num_ranks, "samples:siblings", **layout)):
+        assert max(one["worst"], *one["logprobs"], one["evaluated"]) <= TOLERANCE
+        assert one["shared"] == 4 * 35
+        assert one["at_once"] > 0
+
+
 @pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (2, {"stages": 4}), pytest.param(4, {}, marks=SLOW)])
 def test_twenty_steps_with_a_shared_prompt_end_at_the_weights_of_whole_samples(ranks, layout):
     found = of_ranks(job(ranks, "samples:steps", prompt=36, **layout))

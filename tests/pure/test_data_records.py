@@ -24,6 +24,7 @@ from megatron_epp.data.chat import example_lines
 from megatron_epp.data.indexed_documents import cut_documents, open_mask, stream_lengths
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord, check_kind, check_tokenizer, digest_of, load_record
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.tools.cli.lengths import limited
 from tests.support.calls import refusal
 
@@ -376,4 +377,4 @@ def test_a_stream_has_samples_of_one_length_of_all_tokens():
 
 def test_commands_plan_a_stream_of_the_documents_as_training_does():
     """Documents of so many positions have a token more each."""
-    assert limited((3, 4, 5), argparse.Namespace(context=4, documents="stream")) == (4, 4, 4)
+    assert limited(Lengths((3, 4, 5)), argparse.Namespace(context=4, documents="stream")).lengths == (4, 4, 4)

@@ -1,6 +1,7 @@
 """Prefixes that samples share are found from their tokens, at any depth, and each label is trained for one sample."""
 
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_epp.features.trees.batch_prefixes import borrowed_of
 from megatron_epp.features.trees.prefixes import shared_prefixes
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed, path_of
+from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.proof.plan_tables import check_borrowed
 from tests.support.plan.random_forests import forest
 from tests.support.plan.small_plans import make_plan, whole
@@ -70,3 +73,59 @@ def test_a_forest_without_training_borrows_all_that_it_was_made_to_share(seed):
     grown = forest(random.Random(seed))
     shared = borrowed(grown.texts)
     assert sum(count for _, count in shared) >= sum(count for _, count in grown.borrowed)
+
+
+class Masked:
+    """Sequences of which the first tokens are not trained, and reads of their tokens are counted."""
+
+    def __init__(self, texts, untrained):
+        self.texts, self.untrained, self.reads = [np.array(text) for text in texts], untrained, 0
+        self.lengths = [len(text) - 1 for text in texts]
+
+    def tokens(self, index, start=0, end=None):
+        self.reads += 1
+        return self.texts[index][start:end]
+
+    def trained(self, index, start, end):
+        count = self.untrained[index]
+        return None if count is None else (np.arange(len(self.texts[index])) >= count).astype(np.uint8)[start:end]
+
+
+PROMPT = list(range(40))
+ANSWERS = [[*PROMPT, *rest] for rest in ([50, 51], [50, 60, 61], [70])]
+
+
+def test_what_a_batch_shares_is_found_in_what_it_does_not_train_and_without_masks_no_token_is_read():
+    masked = Masked([*ANSWERS, [1, 2]], [40, 40, 40, 0])
+    assert borrowed_of(masked, [0, 1, 2]) == (NONE, Borrowed(0, 39), Borrowed(0, 39))
+    assert borrowed_of(masked, [3, 2, 3, 1]) == (NONE, Borrowed(3, 39), NONE, NONE)
+    for untrained in ([None] * 3, [31] * 3, [0, None, 20]):
+        plain = Masked(ANSWERS, untrained)
+        assert (borrowed_of(plain, [0, 1, 2]), plain.reads) == ((), 0)
+
+
+def claiming(parents, untrained=(40, 41, 40)):
+    dataset = Masked(ANSWERS, untrained)
+    dataset.borrowed = lambda indices: parents
+    return dataset
+
+
+def test_a_dataset_may_say_what_its_sequences_share_and_is_checked_token_by_token():
+    assert borrowed_of(claiming(((-1, 0), (0, 40), (1, 30))), [0, 1, 2]) == (NONE, Borrowed(0, 40), Borrowed(0, 30))
+    assert borrowed_of(claiming(()), [0, 1, 2]) == ()
+    wrong = {
+        ((-1, 0), (2, 41), (-1, 0)): "sequence 1 of 42 tokens shares 41 with its parent, sequence 2, which has 40",
+        ((1, 39), (0, 39), (-1, 0)): "sequences 0, 1 are parents of each other, in a circle",
+        ((-1, 0), (0, 3)): "the dataset names parents of 2 sequences of a batch of 3",
+        ((-1, 0), (0, 41), (-1, 0)): "sequence 1 of the batch (1 of the dataset) trains token 41, and can share the 40 before",
+    }
+    for parents, says in wrong.items():
+        with pytest.raises(EppError, match=re.escape(says)):
+            borrowed_of(claiming(parents), [0, 1, 2])
+    other = claiming(((-1, 0), (0, 35)))
+    other.texts[2][33] = 7
+    says = (
+        "sequence 1 of the batch (2 of the dataset) begins with 35 tokens of sequence 0 of the batch (1 of the dataset) by its "
+    )
+    with pytest.raises(EppError, match=re.escape(f"{says}dataset, but token 33 is 7, and 33 there")):
+        borrowed_of(other, [1, 2])

@@ -21,7 +21,6 @@ from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.features import Asked, targets
 from megatron_epp.features.losses.stage_loss import LossStage
-from megatron_epp.features.trees import sharing
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
 from megatron_epp.mcore.iteration.base_run import NOTHING_TRAINS
@@ -101,11 +100,9 @@ class _Unfinished:
 class SampleSchedule:
     """Function that trains a model on a batch of samples in slices. See `wrap_samples`."""
 
-    def __init__(
-        self, loss: Loss, flags: dict[str, Any], own_inputs: OwnInputs | None = None, share_prefixes: bool | None = None
-    ) -> None:
+    def __init__(self, loss: Loss, flags: dict[str, Any], own_inputs: OwnInputs | None = None) -> None:
         self.loss, self._asks, self._flags = loss, columns_of(loss), flags
-        self._own_inputs, self._of_inputs, self._shares = own_inputs, OF_TOKENS, share_prefixes
+        self._own_inputs, self._of_inputs = own_inputs, OF_TOKENS
         self._run: SlicedRun | None = None
         self._models: list[torch.nn.Module] = []
         self._ahead: dict[tuple[bytes, bool], _Planned] = {}
@@ -206,7 +203,7 @@ class SampleSchedule:
             return self._run
         config, inside = get_model_config(models[0]), [*map(language_model_of, models)]
         longest = max(from_each_of_job(max(int(getattr(model, "max_sequence_length", 0) or 0) for model in inside)))
-        args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest, "epp_share_prefixes": self._shares})
+        args = arguments_of(models, self._flags | _FIXED | {"seq_length": longest})
         raise_for(from_each_of_job(next(filter(None, (refusal(model, self.loss.average) for model in models)), "")))
         for model in models:
             adopt_built(model, args)
@@ -218,12 +215,6 @@ class SampleSchedule:
         axes, layers = zip(*from_each_of_job(own), strict=True)
         names = None if self._own_inputs is None else self._own_inputs.names
         self._of_inputs = InputColumns(names, max(axes), routing_of(config, chain.from_iterable(layers)))
-        if self._shares is not False:
-            reasons = from_each_of_job(sharing.obstacle(inside, run.args.epp_planner, self._asks, self._of_inputs))
-            reason = next(filter(None, reasons), "")
-            if self._shares and reason:
-                raise EppError(f"share_prefixes does not go with {reason}: leave it out")
-            self._shares = not reason
         with run.telling_others(unless=AgreedError):
             run.attach(models, config)
         self._run, self._models = run, models
@@ -248,8 +239,6 @@ class SampleSchedule:
         if (known := self._ahead.pop((digest, forward_only), None)) is not None:
             known.dataset.take_payloads(dataset)
             return known
-        if self._shares:
-            sharing.share(dataset)
         plans, everything = run.plan_source(forward_only, of_batch=True), tuple(range(count))
         batches = PlannedBatches(dataset, [everything], plans, 1, None, run.replica, run.replicas)
         return _Planned(digest, dataset, batches)
@@ -430,7 +419,8 @@ def wrap_samples(
     Raises:
         EppError: there is no such setting, value or loss.
     """
-    flags = flags_of("wrap_samples", settings, SETTINGS)
+    sharing = {None: "auto", True: "on", False: "off"}[share_prefixes]
+    flags = flags_of("wrap_samples", settings, SETTINGS) | {"epp_share_prefixes": sharing}
     for name, values in (("input_columns", input_columns), ("feature_layers", feature_layers)):
         if inputs is None and values:
             raise EppError(
@@ -438,6 +428,6 @@ def wrap_samples(
             )
     own = None if inputs is None else OwnInputs(inputs, tuple(input_columns), tuple(feature_layers))
     if isinstance(loss, str):
-        return SampleSchedule(load_loss(loss), flags, own, share_prefixes)
+        return SampleSchedule(load_loss(loss), flags, own)
     checked = NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}")
-    return SampleSchedule(checked, flags, own, share_prefixes)
+    return SampleSchedule(checked, flags, own)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_epp.cost.model import Costs
-from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.plan.chunk import NOTHING_BORROWED
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import Chunker
@@ -16,7 +16,10 @@ LEAST_SHARE = 0.02
 
 
 def faster(problem: Problem, costs: Costs, options: Options, plan: Callable[[Problem], Plan]) -> Plan:
-    """Return the faster plan. That of separate sequences is not made where their work takes longer."""
+    """Return the faster plan. That of separate sequences is not made where their work takes longer.
+
+    Raises `InfeasibleError` if neither fits, with the smaller cap.
+    """
     if options.shares:
         return plan(problem)
     separate = replace(problem, borrowed=())
@@ -24,8 +27,11 @@ def faster(problem: Problem, costs: Costs, options: Options, plan: Callable[[Pro
         return plan(separate)
     try:
         shared = plan(problem)
-    except InfeasibleError:
-        return plan(separate)
+    except InfeasibleError as refusal:
+        try:
+            return plan(separate)
+        except InfeasibleError as other:
+            raise min(refusal, other, key=lambda each: each.least_cap_bytes or UNLIMITED_BYTES) from None
     if Chunker.of(separate, costs, options.chunk_tokens).total_us >= shared.predicted.makespan_us:
         return shared
     return min(shared, plan(separate), key=lambda each: each.predicted.makespan_us)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import numpy as np
-
 from megatron_epp.data.batch import InputColumns, LossColumns
-from megatron_epp.data.samples import Samples
-from megatron_epp.features.trees.prefixes import shared_prefixes
-from megatron_epp.plan.chunk import Borrowed
-from megatron_epp.plan.planners import begins_with_greedy
+from megatron_epp.data.samples import columns_of
+from megatron_epp.features.trees.batch_prefixes import borrowed_of
+from megatron_epp.losses import NextToken
+from megatron_epp.mcore.iteration.sliced_run import SlicedRun
+from megatron_epp.mcore.model.language_model import axes_of, language_model_of
+from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job
 
 
 def obstacle(models: Sequence[Any], planner: str, asks: LossColumns, of_inputs: InputColumns) -> str:
@@ -25,17 +24,20 @@ def obstacle(models: Sequence[Any], planner: str, asks: LossColumns, of_inputs: 
         "multi-token prediction": config.mtp_num_layers,
         "inputs of a function": of_inputs.names is not None or of_inputs.axes > 1 or of_inputs.routing is not None,
         "values of every token": asks.has_values,
-        f"planner {planner}": not begins_with_greedy(planner),
+        f"planner {planner}": planner != "greedy",
     }
     return next((reason for reason, is_there in reasons.items() if is_there), "")
 
 
-def share(samples: Samples) -> None:
-    """Have samples that begin alike share what they have in common."""
-    samples.borrowed = partial(_borrowed, samples)
+def share(run: SlicedRun) -> None:
+    """Have sequences of a run that begin alike share what they have in common, if its model may. A collective call.
 
-
-def _borrowed(samples: Samples, indices: Sequence[int]) -> tuple[Borrowed, ...]:
-    masks = [samples.trained(index, 1, len(samples[index].tokens)) for index in indices]
-    first = [0 if mask is None else int(np.append(mask, 1).argmax()) for mask in masks]
-    return shared_prefixes([samples[index].tokens for index in indices], first)
+    Raises `AgreedError` if it may not, and was asked to.
+    """
+    models = [language_model_of(stage.model) for stage in run.stages.values()]
+    of_inputs = InputColumns(None if run.own_inputs is None else run.own_inputs.names, max(map(axes_of, models)))
+    own = obstacle(models, run.args.epp_planner, columns_of(run.loss or NextToken()), of_inputs)
+    if not (reason := next(filter(None, from_each_of_job(own)), "")):
+        run.find_prefixes = borrowed_of
+    elif run.args.epp_share_prefixes == "on":
+        raise AgreedError(f"{run.names.get('shares') or 'share_prefixes'} does not go with {reason}: leave it out")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_epp.features.trees.common_rows import common_rows
 from megatron_epp.features.trees.readers import reads_of
 from megatron_epp.features.trees.state_cuts import cut_chunks
 from megatron_epp.features.trees.tree_cache import Node, Piece, TreeCache, TreeView
+from megatron_epp.features.trees.tree_cascade import cascade_view
 from megatron_epp.plan import Chunk, Plan
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkLayout
@@ -27,9 +29,10 @@ def tree_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
         TreeView.of(tuple((pieces[s], nodes[s]) for s in chunk.segments), most_readers, handed[c])
         for c, chunk in enumerate(plan.chunks)
     ]
+    common = [common_rows(chunk.segments, reads) for chunk in plan.chunks]
     return tuple(
-        ChunkLayout(table, view, loss_group.get(c, ()), cache=TreeCache)
-        for c, (table, view) in enumerate(zip(tables, views, strict=True))
+        ChunkLayout(table, cascade_view(view, table, rows), loss_group.get(c, ()), cache=TreeCache)
+        for c, (view, table, rows) in enumerate(zip(views, tables, common, strict=True))
     )
 
 

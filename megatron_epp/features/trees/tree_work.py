@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, TimeColumn, work_of
+from megatron_epp.features.trees.common_rows import common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
 from megatron_epp.features.trees.state_cuts import Cut, Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment
@@ -29,6 +30,7 @@ class TreeWork(ChunkWork):
     last_reader: IntColumn
     first_backward: IntColumn
     is_read: IntColumn  # 1 for segments that others read
+    repeated: IntColumn
     entered: IntColumn  # parts of segments that begin with a state
 
     def handed(self, state_tokens: int) -> tuple[TimeColumn, IntColumn]:
@@ -36,7 +38,11 @@ class TreeWork(ChunkWork):
 
     @property
     def gathered_tokens(self) -> IntColumn:
-        return np.asarray(self.prefix_tokens + self.tokens)
+        return np.asarray(self.prefix_tokens + self.tokens - self.repeated)
+
+    @property
+    def repeated_tokens(self) -> IntColumn:
+        return self.repeated
 
     def opened_cache(self, size: Sizes) -> IntColumn:
         return np.sum([*map(size, self.segments)], axis=0)
@@ -105,4 +111,5 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         entered=np.array([sum(part.before is not None for part in own) for own in parts], dtype=np.int64),
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
+        repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )

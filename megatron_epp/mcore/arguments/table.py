@@ -19,15 +19,11 @@ from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
 from megatron_epp.plan.yaml_files import shipped
 
 PLANNER_NAMES = "a name that `megatron-epp schedules` lists, or module:function"
-_SWITCHED: dict[str, Any] = {"choices": (AUTO, "on", "off"), "default": AUTO, "alone": "on"}
+_SWITCHED: Any = {"choices": (AUTO, "on", "off"), "default": AUTO, "alone": "on", "field": lambda value: value in (True, "on")}
 
 
 def _layers(value: str | int) -> str | int:
     return value if value == AUTO else int(value)
-
-
-def _is_on(value: object) -> bool:
-    return value in (True, "on")
 
 
 _PLANNING = (
@@ -79,6 +75,10 @@ _BATCH = (
         "Loss of --epp-samples: one of megatron_epp.losses, as megatron_epp.losses:ClippedRatio, or one of your own "
         "(default: cross entropy of the next token)."
     ),
+    Flag("shares", "--epp-share-prefixes", "", **_SWITCHED).described(
+        "Run once what sequences of a batch begin with in common and do not train, as samples and conversations with masks do. "
+        "auto: where the model allows it and plans are faster with it; on: also where they are not (default: auto)."
+    ),
     Flag("forward_only", "", "--forward-only", SWITCH, "Plan an evaluation, without backward."),
 )
 _MEMORY = (
@@ -105,7 +105,7 @@ _MEMORY = (
         "but core attention (selective; Megatron's runs core attention alone), or its MLP or experts and norms (mlp); full: "
         "always all of it (default: all)."
     ),
-    Flag("offload", "--epp-offload", "--offload", **_SWITCHED, field=lambda value: value == "on").described(
+    Flag("offload", "--epp-offload", "--offload", **_SWITCHED).described(
         "Copy activations to host memory between forward and backward where that takes less time than recompute, with greedy "
         "and orders of papers; with greedy also keys and values of sliced sequences (KV offload). auto: with "
         "{host_cap_bytes}, and in trainings on GPUs (default: auto)."
@@ -133,7 +133,7 @@ _RUNNING = (
     Flag("vocab_parallel", "--epp-vocab-parallel", "--vocab-parallel", **_SWITCHED).described(
         "Divide the output layer over the pipeline ranks. auto: where plans are faster with it (default: auto)."
     ),
-    Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", **_SWITCHED, field=_is_on).described(
+    Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", **_SWITCHED).described(
         "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait. auto: where "
         "plans are faster with it (default: auto)."
     ),
@@ -232,9 +232,7 @@ SHAPE = (
     Flag("gated_mlp", "", "--no-gated-mlp", SWITCH, "The MLP has one input projection, not two (SwiGLU)."),
     Flag("num_experts", "--num-experts", "--experts", COUNT, "Experts per layer (default: none)."),
     Flag("experts_per_token", "--moe-router-topk", "--experts-per-token", COUNT, "Experts a token passes (default: 2)."),
-    Flag("bytes_per_value", "", "--bytes-per-value", COUNT).described(
-        "Bytes of a value of activations: 2 for bf16, 4 for fp32 (default: 2)."
-    ),
+    Flag("bytes_per_value", "", "--bytes-per-value", COUNT, "Bytes of an activation: 2 for bf16, 4 for fp32 (default: 2)."),
 )
 """Flags of a model's shape."""
 FP8 = (

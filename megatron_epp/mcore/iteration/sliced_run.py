@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.iterator import DisagreementError, PlanSource, spans_of
 from megatron_epp.mcore import early_planning
 from megatron_epp.mcore.iteration.base_run import Run
 from megatron_epp.mcore.iteration.device_inputs import RankInputs
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import EppError, InfeasibleError, is_unlimited
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.port.packed import PackedPlans
 from megatron_epp.port.planning import BackgroundPlanner, BatchPlanner
@@ -54,6 +55,7 @@ class SlicedRun(Run):
     untrained_batches = 0
     longest_tokens = 0
     """Tokens of the longest sequence of the training data, on one planning rank until it has looked for a plan; else 0."""
+    find_prefixes: Callable[..., tuple[Borrowed, ...]] = staticmethod(lambda dataset, indices: ())  # known since `attach`
 
     _planner: BatchPlanner | None = None
 
@@ -101,10 +103,13 @@ class SlicedRun(Run):
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
         # Both since `attach`; `control` is used in the training thread alone.
         exchange, prepare = lambda plans: self.links.control.from_first(plans), lambda *batch: self.inputs.prepare(*batch)
-        return PlanSource(make, exchange, member, self._check_division, self.rank, prepare)
+        return PlanSource(make, exchange, member, self._check_division, self.rank, prepare, self._borrowed)
+
+    def _borrowed(self, dataset: SequenceDataset, indices: Sequence[int]) -> tuple[Borrowed, ...]:
+        self._can_plan.wait()
+        return self.find_prefixes(dataset, indices)
 
     def _plan(self, batch: Lengths, *, forward_only: bool, plan: Callable[[Problem], PackedPlans] | None = None) -> PackedPlans:
-        self._can_plan.wait()
         assert self._planner is not None
         if self.longest_tokens and not forward_only:
             self._warn_of_longest(self._planner)

@@ -78,8 +78,7 @@ def settle(run: Run, prior: Callable[[Callable[[Step], None]], PipelineCosts]) -
                 costs = feature.costs(costs)
             run.costs = costs
             run.note("exchanging memory caps")
-            shares = getattr(run.args, "epp_share_prefixes", None) is True
-            run.options = options_from(run.args, training=True, offload=offloads(run.args), shares=shares)
+            run.options = options_from(run.args, training=True, offload=offloads(run.args))
             multiple = (token_multiple if run.makes_chunks else token_shards)(run.args)
             run.problem = Problem((), run.placement.rank_of, agreed_caps(run.args, run.links.position), multiple)
             for feature in run.features:

@@ -103,10 +103,7 @@ def longest_first(work_us: Sequence[float], replicas: int) -> list[Share]:
 
 def sequence_work(problem: Problem, costs: Costs) -> list[float]:
     """Microseconds that each sequence takes the slowest stage, forward and backward, without the fixed time of chunks."""
-    order = sorted(range(len(problem.lengths)), key=problem.lengths.__getitem__)
-    chunker = Chunker.of(problem.part(order), costs, None)
-    each = {q: chunker.own_us(at) for at, q in enumerate(order)}
-    return [each[q] for q in range(len(order))]
+    return [*map(Chunker.of(problem, costs, None).own_us, range(len(problem.lengths)))]
 
 
 @dataclass(frozen=True, slots=True)

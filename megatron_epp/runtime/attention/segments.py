@@ -67,6 +67,10 @@ class SliceView:
         """Number of the chunk's tokens, from its first, that are stored in the buffer."""
         return self.stop - self.start
 
+    def call(self, kernel: Any, table: SegmentTable, like: Tensors) -> tuple[SliceView, Any, SegmentTable]:
+        """Return view, `Kernel` and layout of a layer's attention, whose queries, keys and values are like `like`."""
+        return self, kernel, table
+
 
 @dataclass(frozen=True)
 class SegmentTable:
@@ -76,6 +80,7 @@ class SegmentTable:
     query_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``)
     key_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix
     window: int | None = None  # tokens ahead of a query that it sees besides itself; None for all
+    causal: bool = True  # False: every query of a segment sees all of its keys, which may be fewer than its queries
     _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _numbers: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _windows: dict[int, SegmentTable] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -83,6 +88,11 @@ class SegmentTable:
     @property
     def num_tokens(self) -> int:
         return self.query_starts[-1]
+
+    @property
+    def calls(self) -> tuple[SegmentTable, ...]:
+        """Layouts of the calls of a kernel's library that one call with this layout takes, and all keys of which it gets."""
+        return (self,)
 
     @property
     def num_real(self) -> int:

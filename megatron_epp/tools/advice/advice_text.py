@@ -139,7 +139,8 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
     nodes = f", nodes of {node}" if question.devices > node else ""
     devices = f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}"
-    batch = f"A batch of {len(lengths):,} sequences, {question.tokens:,} tokens, of up to {max(lengths):,} tokens"
+    shared = f" ({_shared_tokens(question):,} of them in common with others)" * bool(question.borrowed)
+    batch = f"A batch of {len(lengths):,} sequences, {question.tokens:,} tokens{shared}, of up to {max(lengths):,} tokens"
     products = f"in FP8 ({name})" if (name := recipe_of(question.flags)) else "in the type of the weights, not in FP8"
     others = [(entry.config.name, why_slower(question, entry, best)) for entry in (*advice.best[1:], *advice.slower)]
     unfit = [(misfit.name, misfit.why) for misfit in advice.refused if misfit.config is not None]
@@ -158,6 +159,10 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
         more = [f"  and {len(lines) - len(shown)} more (--all lists them)"] * (len(lines) > len(shown))
         parts += ["\n".join([title, *(f"  {name}: {why}" for name, why in shown), *more])] * bool(lines)
     return "\n\n".join(parts)
+
+
+def _shared_tokens(question: Question) -> int:
+    return sum(count for _, count in question.borrowed)
 
 
 def _wrapped(text: str) -> str:
@@ -220,7 +225,7 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     sizes = (("TP", config.tensor), ("CP", config.context), ("EP", config.expert), ("ETP", config.expert_tensor))
     sharing = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
     crosses = " across nodes" * (question.shape(config).neighbours > question.cluster.devices_per_node)
-    tokens, count = sum(plan.lengths), len(plan.chunks)
+    tokens, count = plan.num_tokens, len(plan.chunks)
     each = f", {tokens // count // config.ranks:,} on each of the {config.ranks} devices that share it (TP x CP)"
     chunks = f"its {count} chunks have {tokens // count:,} tokens on average{each * (config.ranks > 1)}"
     room_bytes = min(cap - static for cap, static in zip(plan.cap_bytes, plan.static_bytes, strict=True))
@@ -254,6 +259,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "context": question.context,
         "sequences": len(question.lengths),
         "tokens": question.tokens,
+        "shared_tokens": _shared_tokens(question),
         "best": [*map(row, advice.best)],
         "slower": [*map(row, advice.slower)],
         "refused": [{"name": misfit.name, "why": misfit.why, "needed_bytes": misfit.needed_bytes} for misfit in advice.refused],

@@ -35,6 +35,7 @@ CAUSES = (
     "vocabulary over all ranks, weight gradients apart",
 )
 """Differences of plans from 1F1B of even layers on one stage per rank, whose rows of the context are packed by first fit."""
+SHARED = "tokens in common, which run once"  # the last cause where sequences begin alike
 BY_FLAGS = 2  # number of causes, the first, that Megatron's own flags and data bring
 PLANNER = "1f1b-packed"
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried for Megatron, where there are layers for them
@@ -181,17 +182,21 @@ def stock_text(stock: Stock) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Times of a step in microseconds before any cause and with each of `CAUSES`; infinite where nothing fits."""
+    """Times of a step in microseconds before any cause and with each of `CAUSES`, and `SHARED`; infinite where nothing fits."""
 
     steps_us: tuple[float, ...]
 
     @staticmethod
-    def of(steps: Sequence[Stock | None], whole_us: float, best_us: float) -> Gain:
+    def of(steps: Sequence[Stock | None], *plans_us: float) -> Gain:
         """Return the gain, given the steps before any cause and with the first three.
 
-        `whole_us` is of plans with the vocabulary on the last stage and weight gradients within backwards, `best_us` of all.
+        `plans_us` are of plans with the vocabulary on the last stage and weight gradients within backwards, and with the rest.
         """
-        return Gain((*(math.inf if step is None else step.step_us for step in steps), whole_us, best_us))
+        return Gain((*(math.inf if step is None else step.step_us for step in steps), *plans_us))
+
+    @property
+    def by_cause(self) -> Iterator[tuple[str, float]]:
+        return zip((*CAUSES, SHARED)[: len(self.steps_us) - 1], self.factors, strict=True)
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -206,14 +211,14 @@ class Gain:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "causes": [{"cause": cause, "factor": _finite(factor)} for cause, factor in zip(CAUSES, self.factors, strict=True)],
+            "causes": [{"cause": cause, "factor": _finite(factor)} for cause, factor in self.by_cause],
             "steps_us": [*map(_finite, self.steps_us)],
             "over_megatron": _finite(self.over_megatron),
         }
 
     def lines(self) -> list[str]:
         known = [step_us for step_us in self.steps_us if math.isfinite(step_us)]
-        rows = [(cause, _times(factor)) for cause, factor in zip(CAUSES, self.factors, strict=True)]
+        rows = [(cause, _times(factor)) for cause, factor in self.by_cause]
         before = "1F1B of even layers, one stage per rank" if known[0] == self.steps_us[0] else "the first that fits"
         rows.append((f"all together, over {before}", _times(known[0] / known[-1])))
         rows.append(("of it by plans, over Megatron's own at its best", _times(self.over_megatron)))

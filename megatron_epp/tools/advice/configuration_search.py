@@ -238,7 +238,9 @@ class _Search:
                 again.append(Baseline(sizes.with_layout(stock.layout), stock))
         by_chunk = min(filter(None, again), key=lambda each: each.stock.step_us, default=None)
         stocks = [None if each is None else each.stock for each in (*firsts, by_chunk)]
-        return packed, Gain.of(stocks, judge.step_without_shards_us(question, best), best.parts.step_us)
+        alone = [replace(question, borrowed=())] * bool(question.borrowed)
+        plans_us = judge.step_without_shards_us(question, best), *(judge.least_step_us(each, [best.config]) for each in alone)
+        return packed, Gain.of(stocks, *plans_us, best.parts.step_us)
 
     def _refuse(self, config: Configuration, error: InfeasibleError) -> None:
         needed, cap = error.least_cap_bytes, self.question.cap_bytes

@@ -97,15 +97,14 @@ def misfit(question: Question, config: Configuration) -> Misfit | None:
 
 def shares_by_work(question: Question, config: Configuration) -> tuple[Share, ...]:
     """Divide the batch by work alone, the replica with the most work first."""
-    problem, costs = question.problem(config, question.lengths), question.costs(config)
-    work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
     alone = tuple((replica,) for replica in range(config.data))
-    by_work = divide(problem, costs, alone, lambda problems: sum(map(work_us.__getitem__, problems[0].lengths)), tries=0)
-    return tuple(by_work.shares[r] for r in sorted(range(config.data), key=lambda r: (-by_work.makespan_us[r], r)))
+    by_work = divide(question.batch(config), question.costs(config), alone, lambda _: 0.0, tries=0)
+    work_us = _loads_us(question, config, by_work.shares)
+    return tuple(by_work.shares[r] for r in sorted(range(config.data), key=lambda r: (-work_us[r], r)))
 
 
 def _loads_us(question: Question, config: Configuration, shares: Sequence[Share]) -> list[float]:
-    work_us = sequence_work(question.problem(config, question.lengths), question.costs(config))
+    work_us = sequence_work(question.batch(config), question.costs(config))
     return [sum(work_us[at] for at in share) for share in shares]
 
 
@@ -121,7 +120,7 @@ def roughly(question: Question, config: Configuration, shares: Sequence[Share]) 
 
 def exactly(question: Question, config: Configuration) -> Judged:
     """Evaluate by the plans that training would run. Raises `InfeasibleError`."""
-    costs, problem = question.costs(config), question.problem(config, question.lengths)
+    costs, problem = question.costs(config), question.batch(config)
 
     def group_us(problems: Sequence[Problem]) -> float:
         return max(about_us(problem, costs, question.options) for problem in problems)
@@ -132,7 +131,7 @@ def exactly(question: Question, config: Configuration) -> Judged:
     for group in sorted(config.lockstep_groups, key=lambda group: (-times_us[group[0]], group))[:_PLANNED]:
         if slowest is not None and times_us[group[0]] <= slowest.predicted.makespan_us:
             break
-        problems = [question.problem_of(config, division.shares[replica]) for replica in group]
+        problems = [problem.part(division.shares[replica]) for replica in group]
         alone = len(problems) == 1
         plans = (plan(problems[0], costs, question.options),) if alone else plan_lockstep(problems, costs, question.options)
         slowest = max((*([slowest] if slowest else []), *plans), key=lambda result: result.predicted.makespan_us)
@@ -148,13 +147,13 @@ def choices_of(
     even = Layout(layers, Placement("looped", config.pipeline, 1))
     config = config.with_layout(even)
     dealt = [by_count(len(question.lengths), replica, config.data) for replica in range(config.data)]
-    loads_us = _loads_us(question, config, dealt)
+    whole = replace(question, flags=question.flags | {"epp_loss_block_tokens": 0}, borrowed=())
+    loads_us = _loads_us(replace(question, borrowed=()), config, dealt)
     heaviest = dict.fromkeys((dealt[loads_us.index(max(loads_us))], tuple(sorted(shares[0]))))
-    whole = replace(question, flags=question.flags | {"epp_loss_block_tokens": 0})
     sizes = replace(config, latents="off" if question.flags.get("multi_latent_attention") else "")
     most = question.fixed.get("virtual", max(STAGES_PER_RANK))
     return StockChoices(
-        problems=tuple(question.problem_of(config, share) for share in heaviest),
+        problems=tuple(whole.problem_of(config, share) for share in heaviest),
         costs_of=cache(lambda layout: whole.costs(sizes.with_layout(layout))),
         own_costs_of=cache(lambda layout: question.costs(config.with_layout(layout))),
         num_layers=int(question.flags["num_layers"]),
@@ -168,15 +167,22 @@ def choices_of(
 
 
 def step_without_shards_us(question: Question, judged: Judged) -> float:
-    """Return the time of a step by plans with the vocabulary on the last stage and weight gradients within backwards."""
-    config, asked = judged.config, replace(question, options=replace(question.options, split_weight=False))
+    """Return the time of a step by plans with the vocabulary on the last stage and weight gradients within backwards, which
+    share nothing.
+    """
+    config, asked = judged.config, replace(question, options=replace(question.options, split_weight=False), borrowed=())
     if not config.shards_vocabulary and asked == question:
         return judged.parts.step_us
-    sample = question.sample(config, range(len(question.lengths)))
+    sample = asked.sample(config, range(len(question.lengths)))
+    return least_step_us(asked, map(config.with_layout, without_shards(config.stages, sample.problems[0], sample.costs_of)))
+
+
+def least_step_us(question: Question, configs: Iterable[Configuration]) -> float:
+    """Return the least time of a step of several configurations; infinite if none fits."""
     times_us = [math.inf]
-    for layout in without_shards(config.stages, sample.problems[0], sample.costs_of):
+    for config in configs:
         with suppress(InfeasibleError):
-            times_us.append(exactly(asked, config.with_layout(layout)).parts.step_us)
+            times_us.append(exactly(question, config).parts.step_us)
     return min(times_us)
 
 
@@ -188,7 +194,7 @@ def _parts(question: Question, config: Configuration, result: Plan, times_us: Se
     busy = sum(busy_us(result, rank) for rank in range(ranks)) / ranks
     recompute_us, passes = sum(map(sum, result.recompute_us)) / ranks, 2 * shape.num_layers / config.pipeline
     token_us = exchange_line(shape.exchanges, question.rates).per_token_us
-    exchange_us = min(busy - recompute_us, sum(result.lengths) * token_us * passes)
+    exchange_us = min(busy - recompute_us, result.num_tokens * token_us * passes)
     return Parts(
         compute_us=mean * (busy - recompute_us - exchange_us),
         exchange_us=mean * exchange_us,

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import TRAINED_SHARE, OptimizerBytes
+from megatron_epp.features import batch_target
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.layer_flags import whole_pattern
 from megatron_epp.plan.layout import Layout, even_layers, layout_flag, staged_pattern
 from megatron_epp.plan.placement import Placement
@@ -125,6 +127,7 @@ class Question:
     # Profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched
     measured: dict[Sharing, Profile] = field(default_factory=dict)
     costs_files: dict[Sharing, str] = field(default_factory=dict)  # path of each of them
+    borrowed: tuple[Borrowed, ...] = ()  # of every sequence, the first tokens that another one holds; empty if none share any
     documents: str = "split"  # treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`
     # Whether the output layer may be divided over the pipeline ranks, see `layout_choice.Sample`
     vocabulary: tuple[bool, ...] = (False,)
@@ -172,9 +175,15 @@ class Question:
         caps = (self.cap_bytes,) * config.pipeline
         return Problem(lengths, config.rank_of, caps, token_multiple=self.token_multiple(config))
 
+    def batch(self, config: Configuration) -> Problem:
+        """Planning problem of the whole batch, with trees that the replicas can share."""
+        problem = replace(self.problem(config, self.lengths), borrowed=self.borrowed)
+        divisible = batch_target(problem, "divisible")
+        return problem if divisible is None else divisible(problem, config.data)
+
     def problem_of(self, config: Configuration, share: Iterable[int]) -> Problem:
         """Planning problem of the replica that has the sequences at these positions of the batch."""
-        return self.problem(config, tuple(self.lengths[at] for at in share))
+        return self.batch(config).part(share)
 
     def even_layers(self, config: Configuration) -> tuple[int, ...]:
         return even_layers(int(self.flags["num_layers"]), config.pipeline * config.virtual)

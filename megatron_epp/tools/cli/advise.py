@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron_epp.cost.memory import DEVICE_SHARE
@@ -28,7 +29,7 @@ from megatron_epp.tools.advice.configuration_search import advise, check_devices
 from megatron_epp.tools.advice.judge import Judged
 from megatron_epp.tools.advice.question import Configuration, Question, Sharing
 from megatron_epp.tools.cli import planning_flags
-from megatron_epp.tools.cli.lengths import SOURCES, drawn, is_distribution, sampled
+from megatron_epp.tools.cli.lengths import PARENTS, SOURCES, drawn, is_distribution, sampled
 from megatron_epp.tools.cli.planning_flags import flags_of, of_model
 from megatron_epp.tools.cli.terminal import PROGRAM, Parser, add_output, progress, say
 from megatron_epp.tools.formulas import Profile
@@ -133,7 +134,7 @@ def _again(args: argparse.Namespace, question: Question, best: Judged) -> Iterat
 
 def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> list[str]:
     """Return the flags with which `plan` makes the plan of an evaluated configuration, whose replicas share no experts."""
-    config, lengths = best.config, [",".join(map(str, best.plan.lengths))]
+    config, lengths = best.config, [resolve_name(f"{PARENTS}words")(best.plan)]
     if is_distribution(args.lengths) and config.data == 1:
         lengths = [args.lengths, "--batch-size", str(len(question.lengths)), "--documents", question.documents]
     names = *planning_flags.SHAPE_FLAGS, *planning_flags.FP8_FLAGS, *planning_flags.OPTIMIZER_FLAGS, "trained_parameters"
@@ -158,8 +159,8 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
 def question_of(args: argparse.Namespace) -> Question:
     cluster = planning_flags.cluster_of(args)
     assert cluster is not None  # there is a default
-    sample = sampled(args.lengths, args, args.global_batch_size)
-    context = args.context or max(sample)
+    sample = planning_flags.as_trained(args, sampled(args.lengths, args, args.global_batch_size))
+    context, batch = args.context or max(sample.lengths), drawn(sample, args.global_batch_size, args.seed)
     flags = flags_of(args)
     with of_model(args):
         check_formulas(flags)
@@ -172,7 +173,8 @@ def question_of(args: argparse.Namespace) -> Question:
         cluster=cluster,
         devices=args.devices,
         cap_bytes=planning_flags.cap_of(args.memory_cap_gb, cluster),
-        lengths=drawn(sample, args.global_batch_size, args.seed),
+        lengths=batch.lengths,
+        borrowed=batch.borrowed,
         context=context,
         fixed={field: value for name, field in _NAMES.items() if (value := getattr(args, name)) is not None},
         documents=args.documents,

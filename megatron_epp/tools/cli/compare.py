@@ -19,13 +19,14 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.plan_figures import recompute_share
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.chunks.chunker import round_up
 from megatron_epp.tools.advice.causes import PLANNER, STAGES_PER_RANK, Gain, Stock, StockChoices, stock_text, without_shards
 from megatron_epp.tools.cli import planning_flags, terminal
 from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, chosen_layout, even, settle_latents
 from megatron_epp.tools.cli.lengths import batches_of
-from megatron_epp.tools.cli.planning_flags import costs_source, problem_of, token_multiple
+from megatron_epp.tools.cli.planning_flags import as_trained, costs_source, problem_of, token_multiple
 from megatron_epp.tools.cli.schedules import ALL, layout_at, usual
 from megatron_epp.tools.cli.terminal import Parser, is_page, progress, say
 from megatron_epp.tools.formulas import Profile
@@ -77,7 +78,7 @@ def add_arguments(parser: Parser) -> None:
 class Batch:
     args: argparse.Namespace  # parsed flags
     name: str
-    lengths: tuple[int, ...]
+    sequences: Lengths
     longest: int  # tokens of the longest sequence of all batches
     chosen: Chosen  # the layout; a planner that needs another placement has even or balanced layers at that
     entries: list[Entry] = field(default_factory=list)  # results of the planners
@@ -89,20 +90,20 @@ type StockGain = tuple[Stock | None, Gain] | None
 
 def run(args: argparse.Namespace) -> int:
     """Compare all planners on all batches. Raises `EppError` if the arguments make no sense, or matplotlib is missing."""
-    asked = batches_of(args)
+    asked = [(name, as_trained(args, sequences)) for name, sequences in batches_of(args)]
     if args.output and len(asked) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(asked)}: give --lengths once")
     names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or usual()))
     planning_flags.tell_sharing(args)
-    typical = [lengths for _, lengths in asked]
+    typical = [sequences for _, sequences in asked]
     settle_latents(args, typical, names)
-    chosen, longest = chosen_layout(args, typical, names), max(map(max, typical))
-    batches = [Batch(args, name, lengths, longest, chosen) for name, lengths in asked]
+    chosen, longest = chosen_layout(args, typical, names), max(max(sequences.lengths) for sequences in typical)
+    batches = [Batch(args, name, sequences, longest, chosen) for name, sequences in asked]
     of_all = f"of {len(names) * len(batches)} plans, each with its best size"
     with progress("planning", lambda: f"{sum(len(each.entries) for each in batches)} {of_all}"):
         for batch in batches:
             for name in names:  # if nothing can be planned, the refusal is that of the flags' size
-                sizes = (None, *sizes_of(args, batch.lengths, chosen.layout.placement.num_ranks, name))
+                sizes = (None, *sizes_of(args, batch.sequences.lengths, chosen.layout.placement.num_ranks, name))
                 batch.entries.append(min((_entry(batch, name, size) for size in sizes), key=_speed))
         gains = [*map(_gain, batches)]
     if ALL in (args.planner or ()):
@@ -143,7 +144,7 @@ def sizes_of(args: argparse.Namespace, lengths: tuple[int, ...], num_ranks: int,
 
 def _entry(batch: Batch, name: str, size: int | None) -> Entry:
     """Plan one batch with one planner, with a size of its rows or chunks; None for the flags' size."""
-    args, lengths, start_s, known = batch.args, batch.lengths, time.process_time(), PLANNERS.entry(name)
+    args, lengths, start_s, known = batch.args, batch.sequences.lengths, time.process_time(), PLANNERS.entry(name)
     try:
         layout = layout_at(args, batch.chosen, name, lengths)
         options = options_from(args, planner=name)
@@ -154,7 +155,7 @@ def _entry(batch: Batch, name: str, size: int | None) -> Entry:
             options = replace(options, split_weight=split, offload=offload)
         with terminal.latest_message(terminal.EXACT_PLANNER_LOG) as latest:
             costs = planning_flags.costs_of(args, lengths, layout, batch.longest)
-            planned, refusal = plan(problem_of(args, lengths, layout.placement), costs, options), ""
+            planned, refusal = plan(problem_of(args, batch.sequences, layout.placement), costs, options), ""
     except EppError as error:
         planned, refusal = None, error.text(names_of(args.parser))
     note = "" if planned is None else latest()
@@ -166,7 +167,7 @@ def _entry(batch: Batch, name: str, size: int | None) -> Entry:
 
 def _gain(batch: Batch) -> StockGain:
     """Compare with Megatron's own schedule, with several stages per rank only where the layout has, or was searched."""
-    args, lengths, chosen = batch.args, batch.lengths, batch.chosen
+    args, (lengths, *_, borrowed), chosen = batch.args, batch.sequences, batch.chosen
     plans = {entry.planner: entry.plan for entry in batch.entries}
     ours, source = plans.get("greedy"), costs_source(args, batch.longest)[0]
     if ours is None or PLANNER not in plans or args.forward_only or not isinstance(source, Profile):
@@ -175,8 +176,13 @@ def _gain(batch: Batch) -> StockGain:
     whole, _ = costs_source(alone, batch.longest)
     assert isinstance(whole, Profile)  # as the other
     layout, options, num_layers = chosen.layout, options_from(args, planner="greedy"), chosen.layout.num_layers
-    problem, own_costs_of = problem_of(args, lengths, layout.placement), cache(partial(planning_flags.costs_by, args, source))
-    best_us = whole_us = ours.predicted.makespan_us
+    problem = problem_of(args, Lengths(lengths), layout.placement)
+    own_costs_of = cache(partial(planning_flags.costs_by, args, source))
+    best_us = alone_us = whole_us = ours.predicted.makespan_us
+    if borrowed:
+        alone_us = whole_us = math.inf
+        with suppress(InfeasibleError):
+            alone_us = whole_us = plan(problem, own_costs_of(layout), options).predicted.makespan_us
     if layout.shards_vocabulary or options.split_weight:
         whole_us, options_then = math.inf, replace(options, split_weight=False)
         for other in without_shards(layout, problem, own_costs_of):
@@ -194,11 +200,11 @@ def _gain(batch: Batch) -> StockGain:
         layouts=(layout,),
     )
     steps = choices.steps()
-    return steps[-1], Gain.of((*steps, choices.by_chunk(steps[-1])), whole_us, best_us)
+    return steps[-1], Gain.of((*steps, choices.by_chunk(steps[-1])), whole_us, *[alone_us] * bool(borrowed), best_us)
 
 
 def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
-    lengths, entries = batch.lengths, batch.entries
+    lengths, entries = batch.sequences.lengths, batch.entries
     lines = [f"{batch.name}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
     sizes = ("own" if entry.size is None else f"{entry.size:,}" for entry in entries)
     lines.append(comparison([(entry.planner, entry.plan, size) for entry, size in zip(entries, sizes, strict=True)]))
@@ -210,6 +216,8 @@ def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
     ):
         names = [entry.planner for entry in entries if entry.plan and getattr(PLANNERS.entry(entry.planner), is_so, False)]
         lines += [f"{what} {', '.join(names)}; with {flag}"] * bool(names)
+    shared = {entry.planner: entry.plan.num_shared_tokens for entry in entries if entry.plan}
+    lines += [f"{name}: {count:,} tokens in common run once" for name, count in shared.items() if count]
     lines += [f"{entry.planner}: {entry.note}" for entry in entries if entry.note]
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     if gain is not None:
@@ -221,7 +229,7 @@ def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
 
 
 def _row(batch: Batch, entry: Entry, gain: StockGain) -> dict[str, Any]:
-    row: dict[str, Any] = {"batch": batch.name, "sequences": len(batch.lengths), "tokens": sum(batch.lengths)}
+    row: dict[str, Any] = {"batch": batch.name, "sequences": len(lengths := batch.sequences.lengths), "tokens": sum(lengths)}
     row |= {name: getattr(entry, name) for name in ("planner", "planning_ms", "size", *["note"] * bool(entry.note))}
     if entry.plan is None:
         return row | {"refusal": entry.refusal}

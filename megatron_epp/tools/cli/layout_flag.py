@@ -16,6 +16,7 @@ from megatron_epp.plan.layer_flags import whole_pattern
 from megatron_epp.plan.layout import Layout, even_layers, layers_text, parse_layers, staged_pattern
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import begins_with_greedy
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.plan.reading import brief, naming_file, nearest, read_text
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
 from megatron_epp.tools.cli.planning_flags import costs_by, costs_of, costs_source, flags_of, has_costs_of_stages, problem_of
@@ -70,7 +71,7 @@ def pipeline_ranks(args: argparse.Namespace) -> int:
     return args.stages or _STAGES
 
 
-def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None) -> None:
+def settle_latents(args: argparse.Namespace, batches: Sequence[Lengths], planners: Sequence[str] | None = None) -> None:
     """Settle ``--latents auto`` in parsed flags by plans for batches. Raises `EppError` where ``on`` makes no sense."""
     has_latents, is_fixed = bool(flags_of(args).get("multi_latent_attention")), has_costs_of_stages(args)
     if args.latents == "on" and not has_latents:
@@ -88,8 +89,8 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]],
     def trial(choice: str) -> LatentsTrial:
         settings = argparse.Namespace(**vars(args) | unsearched | {"latents": choice})
         layout = chosen_layout(settings, batches, planners).layout
-        problems = [problem_of(settings, lengths, layout.placement) for lengths in batches]
-        costs = costs_of(settings, [*chain.from_iterable(batches)], layout)
+        problems = [problem_of(settings, batch, layout.placement) for batch in batches]
+        costs = costs_of(settings, _joined(batches), layout)
         return LatentsTrial(problems, costs, options_from(args, planner="greedy"))
 
     with progress("planning with latents, and with keys and values"):
@@ -98,14 +99,12 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[tuple[int, ...]],
     tell(f"{PROGRAM}: --latents {args.latents}: {choice}")
 
 
-def chosen_layout(
-    args: argparse.Namespace, batches: Sequence[tuple[int, ...]], planners: Sequence[str] | None = None
-) -> Chosen:
+def chosen_layout(args: argparse.Namespace, batches: Sequence[Lengths], planners: Sequence[str] | None = None) -> Chosen:
     """Return the layout that flags give, balanced or searched for batches of typical lengths and for planners.
 
     Settles flags that go with it in `args`. Raises `EppError` if it is not of this model or of these ranks.
     """
-    longest = max(chain.from_iterable(batches), default=0)
+    longest = max(_joined(batches), default=0)
     source, num_layers = costs_source(args, longest)
     text, flags = args.layout, flags_of(args)
     if isinstance(source, PipelineCosts):
@@ -115,8 +114,7 @@ def chosen_layout(
         named = text not in (None, AUTO, EVEN, BALANCED)
         own = _given(args, num_layers) if named else even(num_layers, pipeline_ranks(args))
         sample = _sample(args, source, own, batches, planners or [args.planner])
-        lengths = tuple(chain.from_iterable(batches))
-        layouts = [_of_text(args, source, own, lengths, shards=shards) for shards in sample.vocabulary]
+        layouts = [_of_text(args, source, own, _joined(batches), shards=shards) for shards in sample.vocabulary]
         kind = BALANCED if text is None else text if text in (EVEN, BALANCED) else ""
         is_greedy = all(map(begins_with_greedy, planners or [args.planner]))
         searches = text == AUTO or (text is None and is_greedy)
@@ -141,6 +139,10 @@ def chosen_layout(
     return Chosen(layout, choice, "" if choice and text is None else kind)
 
 
+def _joined(batches: Sequence[Lengths]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(batch.lengths for batch in batches))
+
+
 def _whole_logits(args: argparse.Namespace, source: Profile, longest: int) -> WholeLogits | None:
     """Return the costs of a loss without blocks; None if a flag or the costs say what it is, or there are none."""
     if args.costs is not None or args.loss_block_tokens is not None:
@@ -161,7 +163,7 @@ def _of_text(args: argparse.Namespace, profile: Profile, own: Layout, lengths: t
 
 
 def _sample(
-    args: argparse.Namespace, profile: Profile, own: Layout, batches: Sequence[tuple[int, ...]], planners: Sequence[str]
+    args: argparse.Namespace, profile: Profile, own: Layout, batches: Sequence[Lengths], planners: Sequence[str]
 ) -> Sample:
     """Return what a search needs. Raises `EppError` if the vocabulary is to be divided over one rank."""
     may_search, is_one = all(map(begins_with_greedy, planners)), own.placement.num_ranks == 1
@@ -169,7 +171,7 @@ def _sample(
         raise EppError("--vocab-parallel on divides the vocabulary over pipeline ranks, and --stages is 1: leave it out")
     either = (False, True) if may_search and not is_one else (False,)
     return Sample(
-        problems=tuple(problem_of(args, lengths, own.placement) for lengths in batches),
+        problems=tuple(problem_of(args, batch, own.placement) for batch in batches),
         costs_of=lambda layout: costs_by(args, profile, layout),
         num_layers=own.num_layers,
         options=options_from(args, planner=planners[0] if len(planners) == 1 else "greedy"),

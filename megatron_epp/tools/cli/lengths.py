@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from itertools import batched
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from megatron_epp.data.indexed_documents import cut_documents, document_tokens, 
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.plan.reading import MOST_BYTES, MOST_SIZE, brief, naming_file, nearest, nearest_number, read_text
 from megatron_epp.tools.cli.terminal import PROGRAM, tell
 
@@ -24,9 +26,11 @@ _DRAWN = 512
 _SAMPLE = 65536  # smallest number of documents of a distribution of which a batch is drawn
 SOURCES = (
     "tokens of every document: a file of numbers, a Megatron .idx file or its prefix, - for stdin, the numbers themselves, or "
-    f"{', '.join(LIKE)} for lengths drawn like those"
+    f"{', '.join(LIKE)} for lengths drawn like those. 5500@0:2000, in a file also "
+    '{"tokens": 5500, "parent": 0, "shared": 2000}, is a sequence whose first 2,000 tokens are those of the first, sequence 0'
 )
 """Help text for the sources that `read_lengths` accepts."""
+PARENTS = "megatron_epp.features.trees.parents:"  # functions for sequences with parents, imported where there are some
 
 
 def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
@@ -45,26 +49,31 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
     add(batch, "forward_only")
 
 
-def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
+def lengths_of(args: argparse.Namespace) -> Lengths:
     return _batches_of(args.lengths, args, 1)[0][1]
 
 
-def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
+def batches_of(args: argparse.Namespace) -> list[tuple[str, Lengths]]:
     return [batch for source in args.lengths for batch in _batches_of(source, args, args.batches)]
 
 
-def _batches_of(source: str, args: argparse.Namespace, most: int) -> list[tuple[str, tuple[int, ...]]]:
+def _batches_of(source: str, args: argparse.Namespace, most: int) -> list[tuple[str, Lengths]]:
     size = args.batch_size
     count = _DRAWN if size is None else size * most
-    lengths = sampled(source, args, count)
+    batch = sampled(source, args, count)
     if is_distribution(source):
-        lengths = drawn(lengths, count, args.seed)
+        batch = drawn(batch, count, args.seed)
     if size is None:
-        return [(source, lengths)]
-    if len(lengths) < count:
-        tell(f"{PROGRAM}: warning: --lengths {brief(source)} has {len(lengths):,} sequences, and {count:,} are asked for")
-    parts = enumerate(batched(lengths[:count], size))
-    return [(f"{source}[{number * size}:{number * size + len(part)}]", part) for number, part in parts]
+        return [(source, batch)]
+    if (has := len(batch.lengths)) < count:
+        tell(f"{PROGRAM}: warning: --lengths {brief(source)} has {has:,} sequences, and {count:,} are asked for")
+    ends = [(start, min(start + size, has)) for start in range(0, min(count, has), size)]
+    return [(f"{source}[{start}:{end}]", of_parents("part", batch, start, end)) for start, end in ends]
+
+
+def of_parents(name: str, *arguments: Any) -> Lengths:
+    batch: Lengths = resolve_name(f"{PARENTS}{name}")(*arguments)
+    return batch
 
 
 def is_distribution(source: str) -> bool:
@@ -72,23 +81,25 @@ def is_distribution(source: str) -> bool:
     return source in LIKE and not Path(source).is_file()
 
 
-def sampled(source: str, args: argparse.Namespace, size: int = 0) -> tuple[int, ...]:
+def sampled(source: str, args: argparse.Namespace, size: int = 0) -> Lengths:
     """Return the lengths of a source; from a distribution, by ``--seed``, enough for `drawn`. Raises `EppError`."""
     count, seed = (max(_SAMPLE, size), args.seed) if is_distribution(source) else (None, 0)
     return limited(read_lengths(source, count, seed), args, source)
 
 
-def drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
-    """Draw a batch without replacement; when all lengths are used up, begin again."""
-    order = np.random.RandomState(seed).permutation(len(lengths)).tolist()
-    return tuple(lengths[order[at % len(order)]] for at in range(size))
+def drawn(batch: Lengths, size: int, seed: int) -> Lengths:
+    """Draw a batch without replacement, sequences of a tree together; when all are used up, begin again."""
+    if batch.borrowed:
+        return of_parents("drawn", batch, size, seed)
+    order = np.random.RandomState(seed).permutation(len(batch.lengths)).tolist()
+    return Lengths(tuple(batch.lengths[order[at % len(order)]] for at in range(size)))
 
 
-def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[int, ...]:
+def read_lengths(source: str, count: int | None = None, seed: int = 0) -> Lengths:
     """Lengths of a file, stdin (-), numbers, or so many of a name in `LIKE`; a file of that name wins. Raises `EppError`."""
     if is_distribution(source):
-        return tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist())
-    if re.fullmatch(r"[\d,\s]+", source):
+        return Lengths(tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist()))
+    if re.fullmatch(r"[\d,\s@:]+", source):
         with naming_file(f"--lengths {brief(source)}"):
             return _numbers(source)
     if source == "-":
@@ -115,7 +126,9 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         return _numbers(read_text(path), has_lines=True)
 
 
-def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
+def _numbers(text: str, *, has_lines: bool = False) -> Lengths:
+    if "@" in text or text.lstrip().startswith("{"):
+        return of_parents("read", text)
     words = text.replace(",", " ").split()
     if wrong := next((word for word in words if not _is_count(word)), None):
         number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in line.replace(",", " ").split())
@@ -123,10 +136,10 @@ def _numbers(text: str, *, has_lines: bool = False) -> tuple[int, ...]:
         raise EppError(f"{where} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}")
     if not words:
         raise EppError("no lengths")
-    return tuple(map(int, words))
+    return Lengths(tuple(map(int, words)))
 
 
-def _index(path: Path) -> tuple[int, ...]:
+def _index(path: Path) -> Lengths:
     """Read how many positions each document of a Megatron index trains: its tokens but one. Shorter documents are left out."""
     try:
         positions = document_tokens(str(path)) - 1
@@ -135,20 +148,22 @@ def _index(path: Path) -> tuple[int, ...]:
     lengths = tuple(positions[positions > 0].tolist())
     if not lengths:
         raise EppError(f"--lengths {path}: no document of two tokens or more")
-    return lengths
+    return Lengths(lengths)
 
 
-def limited(lengths: tuple[int, ...], args: argparse.Namespace, source: str = "") -> tuple[int, ...]:
+def limited(batch: Lengths, args: argparse.Namespace, source: str = "") -> Lengths:
     """Lengths of the sequences that training makes of documents, by ``--context`` and ``--documents``. Raises `EppError`."""
     if args.context is None:
-        if (longest := max(lengths)) > MOST_SIZE:
-            has = f"sequence {lengths.index(longest)} has {longest:,} tokens, and {MOST_SIZE:,} are the most"
+        if (longest := max(batch.lengths)) > MOST_SIZE:
+            has = f"sequence {batch.lengths.index(longest)} has {longest:,} tokens, and {MOST_SIZE:,} are the most"
             raise EppError(f"--lengths {source}: {has}: give the --context at which training cuts it")
-        return lengths
-    tokens = np.asarray(lengths, dtype=np.int64) + 1
+        return batch
+    if batch.borrowed:
+        return of_parents("whole", batch, args.context, args.documents)
+    tokens = np.asarray(batch.lengths, dtype=np.int64) + 1
     if args.documents == "stream":
-        return tuple(stream_lengths(tokens, args.context).tolist())
-    return tuple(cut_documents(tokens, args.context, args.documents).lengths.tolist())
+        return Lengths(tuple(stream_lengths(tokens, args.context).tolist()))
+    return Lengths(tuple(cut_documents(tokens, args.context, args.documents).lengths.tolist()))
 
 
 def _is_count(text: str) -> bool:

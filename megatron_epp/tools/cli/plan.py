@@ -172,12 +172,12 @@ def run(args: argparse.Namespace) -> int:
     if args.output and Path(args.output).suffix.lower() in (*terminal.PICTURES, terminal.PAGE):
         drawn = "--memory-out draws its memory, `megatron-epp show` its times"
         raise EppError(f"{args.output}: a plan is written as JSON; {drawn}")
-    lengths = lengths_of(args)
+    batch = planning_flags.as_trained(args, lengths_of(args))
     planning_flags.tell_sharing(args)
-    settle_latents(args, [lengths])
-    chosen = chosen_for(args, lengths)
-    layout = chosen.layout
-    problem, costs = planning_flags.problem_of(args, lengths, layout.placement), planning_flags.costs_of(args, lengths, layout)
+    settle_latents(args, [batch])
+    chosen = chosen_for(args, batch)
+    layout, costs = chosen.layout, planning_flags.costs_of(args, batch.lengths, chosen.layout)
+    problem = planning_flags.problem_of(args, batch, layout.placement)
     try:
         best, lines_why = _planned(problem, costs, args)
         refusal = ""

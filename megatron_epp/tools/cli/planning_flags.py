@@ -18,10 +18,11 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import ALLTOALL
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.plan.reading import naming_file
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.validation import check_amounts
-from megatron_epp.tools.cli.lengths import add_batch
+from megatron_epp.tools.cli.lengths import add_batch, of_parents
 from megatron_epp.tools.cli.terminal import PROGRAM, Parser, tell
 from megatron_epp.tools.formulas import Profile, Rates, analytic_profile, library
 from megatron_epp.tools.formulas.analytic import profile_for
@@ -120,15 +121,21 @@ def token_multiple(args: argparse.Namespace) -> int:
         return library.token_multiple_of(flags_of(args))
 
 
-def problem_of(args: argparse.Namespace, lengths: tuple[int, ...], placement: Placement) -> Problem:
+def as_trained(args: argparse.Namespace, batch: Lengths) -> Lengths:
+    """Return a batch without its parents where the model trains every sequence by itself, which is told."""
+    return of_parents("as_trained", batch, flags_of(args)) if batch.borrowed else batch
+
+
+def problem_of(args: argparse.Namespace, batch: Lengths, placement: Placement) -> Problem:
     cap_bytes = cap_of(args.memory_cap_gb, cluster_of(args))
     return Problem(
-        lengths,
+        batch.lengths,
         placement.rank_of,
         (cap_bytes,) * placement.num_ranks,
         token_multiple=token_multiple(args),
         forward_only=args.forward_only,
         host_cap_bytes=UNLIMITED_BYTES if args.host_memory_gb is None else int(args.host_memory_gb * 2**30),
+        borrowed=batch.borrowed,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.planners import PLANNERS, PlannerEntry
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, chosen_layout
 from megatron_epp.tools.cli.planning_flags import costs_source
 from megatron_epp.tools.cli.terminal import Parser, help_width, say
@@ -46,10 +47,10 @@ def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: S
     return replace(fixed, shards_vocabulary=shards)
 
 
-def chosen_for(args: argparse.Namespace, lengths: tuple[int, ...]) -> Chosen:
+def chosen_for(args: argparse.Namespace, batch: Lengths) -> Chosen:
     """Return a command's layout for its planner, without the search's figures if it is another layout."""
-    chosen = chosen_layout(args, [lengths])
-    layout = layout_at(args, chosen, args.planner, lengths)
+    chosen = chosen_layout(args, [batch])
+    layout = layout_at(args, chosen, args.planner, batch.lengths)
     return chosen if layout == chosen.layout else replace(chosen, layout=layout, choice=None)
 
 

@@ -352,7 +352,7 @@ def _gain_of_logits(choice: LayoutChoice, split_gain: float, sample: Sample, log
     costs, options = costs_of(choice.layout), _steady(sample.options)
     options = replace(options, split_weight=options.split_weight or split_gain > 0)
     try:
-        alone = replace(choice.batch, lengths=(longest,), trained=(), loss_groups=(), microbatches=(), spans=())
+        alone = replace(choice.batch, lengths=(longest,), trained=(), loss_groups=(), microbatches=(), spans=(), borrowed=())
         plan(alone, costs, options)
         took_us = plan(choice.batch, costs, options).predicted.makespan_us
     except InfeasibleError:

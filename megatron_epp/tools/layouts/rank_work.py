@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.work import causal_pairs
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Problem
+from megatron_epp.planner.chunks.chunker import tokens_and_pairs
 
 type CostsOf = Callable[[Layout], PipelineCosts]  # the costs of a pipeline with a layout
 
@@ -94,8 +94,7 @@ def moved(layout: Layout, source: int, targets: Sequence[int] | None = None) -> 
 
 def _stages_us(problem: Problem, costs: PipelineCosts) -> list[float]:
     """Time of a batch on every stage, without the fixed part of a pass."""
-    tokens, pairs = sum(problem.lengths), sum(causal_pairs(0, length) for length in problem.lengths)
-    times = []
+    (tokens, pairs), times = tokens_and_pairs(problem), []
     for stage in range(len(costs.stages)):
         lines = [costs.line(stage, "forward", problem.trained_share)]
         lines += [] if problem.forward_only else [costs.line(stage, "backward", problem.trained_share)]

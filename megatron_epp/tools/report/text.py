@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from megatron_epp.plan.boxes import COMPUTE, measured_boxes, planned_boxes
-from megatron_epp.plan.chunk import Segment
+from megatron_epp.plan.chunk import NOTHING_BORROWED, Segment
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.kv_offload import host_peak_bytes
@@ -107,7 +107,9 @@ def _memory_savings(plan: Plan) -> list[str]:
 
 
 def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) -> list[str]:
-    """Table with a line per chunk; a slice prints as ``sequence[start:end]``, a whole sequence as its number."""
+    """Table with a line per chunk; a slice prints as ``sequence[start:end]``, a whole sequence as its number, behind ``<`` its
+    lender.
+    """
     shown = plan.chunks if max_rows is None else plan.chunks[:max_rows]
     rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _by_part(plan, c)] for c, k in enumerate(shown)]
     lines = [clip(line, width) for line in table(("chunk", "kind", "tokens", "segments"), rows, left=(1, 3))]
@@ -163,7 +165,8 @@ def _segments(segments: Sequence[Segment], plan: Plan) -> str:
     texts = []
     for sequence, start, end in segments:
         whole = start == 0 and end == plan.lengths[sequence]
-        texts.append(str(sequence) if whole else f"{sequence}[{start}:{end}]")
+        lender, shared = plan.borrowed[sequence] if plan.borrowed else NOTHING_BORROWED
+        texts.append((str(sequence) if whole else f"{sequence}[{start}:{end}]") + f"<{lender}" * (shared > 0))
     return " ".join(texts)
 
 

@@ -72,7 +72,7 @@ def question_of(setting: Setting) -> Question:
     launch = setting.launch
     batch = int(launch.flags.get("global_batch_size") or 1)
     drawn = read_lengths(setting.lengths_from, batch)
-    lengths = limited(drawn, argparse.Namespace(context=launch.context, documents="split"))
+    lengths = limited(drawn, argparse.Namespace(context=launch.context, documents="split")).lengths
     asked = launch.devices, cap_of(None, setting.cluster), lengths[:batch], launch.context
     return Question(launch.flags, setting.cluster, *asked, options=Options(context=launch.context))
 

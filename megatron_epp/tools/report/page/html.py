@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from megatron_epp.plan import critical_path as paths
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.boxes import COMPUTE, COPY, FAR_WITH_ZOOM, LINK, far_from, measured_boxes, recompute_in_backward
+from megatron_epp.plan.chunk import path_of
 from megatron_epp.plan.critical_path import BindingDependency, DependencyKind
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.errors import PlanError
@@ -69,6 +70,8 @@ def plan_columns(shown: Shown) -> PageColumns:
     return about | {
         "stages": [plan.stages_of(rank) for rank in range(plan.num_ranks)],
         "lengths": plan.lengths,
+        "borrowed": plan.borrowed,
+        "roots": [path_of(q, length, plan.borrowed)[0].sequence for q, length in enumerate(plan.lengths) if plan.borrowed],
         "chunks": {
             "kind": [chunk.kind(plan.lengths) for chunk in plan.chunks],
             "tokens": [chunk.num_tokens for chunk in plan.chunks],

@@ -86,7 +86,7 @@ function drawBoxes(context, pane, scale, lanes) {
       const width = (boxes.end[i] - boxes.start[i]) * scale.perUs;
       const colour = tint(boxes.op[i], boxes.isCompute(i) ? strength[boxes.chunk[i]] : 1);
       const edge = width > 4 ? 1 : 0;
-      context.globalAlpha = marks && !marks[boxes.chunk[i]] ? 0.22 : 1;
+      context.globalAlpha = marks ? [0.22, 1, 0.6][marks[boxes.chunk[i]]] : 1;
       context.fillStyle = colour.css;
       context.fillRect(left, top, Math.max(width - edge, 0.6), height);
       const front = boxes.recompute.get(i);

@@ -137,6 +137,14 @@ class PlanModel {
     return segment.start === 0 && segment.end === this.data.lengths[segment.sequence];
   }
 
+  // A table with 1 for a chunk, 2 for others with sequences of its trees, and 0.
+  marksOf(chunk) {
+    const {roots} = this.data;
+    const trees = new Set(this.segments(chunk).map((one) => roots[one.sequence] ?? -1));
+    const isOfTree = (other) => this.segments(other).some((one) => trees.has(roots[one.sequence]));
+    return Uint8Array.from(this.chunks.tokens, (_, other) => (other === chunk ? 1 : isOfTree(other) ? 2 : 0));
+  }
+
   // Live bytes of a rank: values valid from a time until the next.
   live(rank) {
     return (this.liveOf[rank] ??= this.#live(rank));

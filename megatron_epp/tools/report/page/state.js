@@ -7,7 +7,7 @@ const state = {
   pane: null, // the last one clicked
   plan: 0, // whose chunks the table lists
   selected: null, // {pane, box}
-  chunk: null, // {plan, chunk, marks: by plan a table of 0 and 1 over its chunks}
+  chunk: null, // {plan, chunk, marks: by plan a table over its chunks: 1 for its tokens, 2 for its trees, 0 for others}
   hovered: null, // {pane, rank, time, box}
   showsCritical: true,
   ownScale: false,
@@ -41,18 +41,16 @@ function pan(share) {
   show(state.from + by, state.to + by);
 }
 
-// Select a chunk of a plan; chunks of other plans with its tokens are highlighted, too.
+// Select a chunk of a plan; chunks of other plans with its tokens are highlighted, too, and those of its trees half as much.
 function selectChunk(plan, chunk, box = null) {
   if (chunk === null) {
     Object.assign(state, {chunk: null, selected: null});
   } else {
     const segments = plan.segments(chunk);
-    const own = new Uint8Array(plan.chunks.tokens.length);
-    own[chunk] = 1;
     state.chunk = {
       plan: plan.number,
       chunk,
-      marks: PLANS.map((other) => (other === plan ? own : other.chunksWith(segments, plan.data.lengths))),
+      marks: PLANS.map((other) => (other === plan ? plan.marksOf(chunk) : other.chunksWith(segments, plan.data.lengths))),
     };
     state.selected = box;
     state.plan = plan.number;

@@ -30,11 +30,22 @@ function actionName(boxes, i) {
   return [`${boxes.stage[i]}${OPERATIONS[boxes.op[i]].op}${boxes.chunk[i]}`, ...also].join("+");
 }
 
-// Segments of a chunk as text: a number for a whole sequence, `5[0:1228]` for a slice.
+// Segments of a chunk as text: a number for a whole sequence, `5[0:1228]` for a slice, `5[2000:6000]<3` for one whose first
+// tokens sequence 3 has.
 function segmentTexts(plan, chunk) {
   return plan
     .segments(chunk)
-    .map((one) => (plan.isWhole(one) ? `${one.sequence}` : `${one.sequence}[${one.start}:${one.end}]`));
+    .map(
+      (one) =>
+        (plan.isWhole(one) ? `${one.sequence}` : `${one.sequence}[${one.start}:${one.end}]`) + lenderText(plan, one, "<"),
+    );
+}
+
+// What a sequence borrows: with a mark in front of the sequence that has it, else as a part of a sentence; empty for nothing.
+function lenderText(plan, {sequence}, mark) {
+  const [lender, tokens] = plan.data.borrowed[sequence] ?? [-1, 0];
+  if (!tokens) return "";
+  return mark ? `${mark}${lender}` : `, its first ${formatCount(tokens)} from sequence ${lender}`;
 }
 
 function sequencesText(plan, chunk, most) {
@@ -43,7 +54,7 @@ function sequencesText(plan, chunk, most) {
     .map((one) =>
       plan.isWhole(one)
         ? `${one.sequence} (${formatCount(one.end)})`
-        : `${one.sequence}, tokens ${formatCount(one.start)} to ${formatCount(one.end)} of ${formatCount(plan.data.lengths[one.sequence])}`,
+        : `${one.sequence}, tokens ${formatCount(one.start)} to ${formatCount(one.end)} of ${formatCount(plan.data.lengths[one.sequence])}${lenderText(plan, one)}`,
     );
   const rest = texts.length - most;
   return rest > 0 ? [...texts.slice(0, most), `and ${rest} more`] : texts;
