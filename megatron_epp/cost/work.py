@@ -154,8 +154,8 @@ class ChunkWork:
     def handed(self, state_tokens: int) -> tuple[TimeColumn, BoolColumn | IntColumn]:
         """Numbers of states that chunks keep, where one behind fewer tokens is a part, and of slices that go on from one."""
         if self.cuts is not None:
-            kept = [(np.minimum(1, own[0] / max(1, state_tokens)) * own[1]).sum() for own in self.cuts]
-            return np.array(kept, dtype=np.float64), self.sliced & ~self.first
+            states = [(np.minimum(1, own[0] / max(1, state_tokens)) * own[1]).sum() for own in self.cuts]
+            return np.array(states, dtype=np.float64), self.sliced & ~self.first
         goes_on = self.sliced & ~self.last | (False if self.begun is None else self.begun.sliced)
         share = np.minimum(1.0, (self.prefix_tokens + self.tokens) / max(1, state_tokens))
         return np.where(goes_on, share, 0.0), self.sliced & ~self.first

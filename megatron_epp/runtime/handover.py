@@ -52,8 +52,9 @@ def stretches_of(table: SegmentTable, view: SliceView | None, begun: SliceView |
     """Return a chunk as layers that hand on a state run it, from its layout (`ChunkContext`)."""
     if view is None:
         return Stretches(table)
-    if view.handed is not None:
-        return view.handed
+    handed: Stretches | None = view.handed
+    if handed is not None:
+        return handed
     parts = tuple(
         Stretch(at, (v.sequence, v.start) if v.start else None, None if v.is_last_slice else (v.sequence, v.end))
         for at, v in ((0, view), (table.num_sequences - 1, begun))

@@ -68,7 +68,7 @@ def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, in
     """Yield an entry of `ChunkWork.cuts` for each state of a chunk.
 
     Every part that begins with a state has a copy of its rows in front of its own. Of several chunks that begin with one some
-    may have run backward ahead of the others' forwards, so it is there beside the sum of gradients. A sum of two or more is in
+    may have run backward ahead of the others' forwards, so it is there with the sum of gradients. A sum of two or more is in
     fp32, which takes twice the bytes of rows in half precision. A recurrence's state, which parts need not copy, is counted as
     rows are: too high, by some hundredths of what their tokens keep in models of today's sizes.
     """

@@ -6,16 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.plan.shape_classes import CallSize, ShapeClass, segment_class
-
-if TYPE_CHECKING:
-    from megatron_epp.runtime.handover import Stretches
 
 type Tensors = tuple[Tensor, ...]
 """Cached tensors of some tokens, or their gradients: ``[tokens, heads, width]`` each.
@@ -54,7 +51,7 @@ class SliceView:
     length: int
     capacity: int
     num_slices: int = 2
-    handed: Stretches | None = field(default=None, compare=False)  # the chunk's; None where its slices alone hand on states
+    handed: Any = field(default=None, compare=False)  # `handover.Stretches`; None where the chunk's slices alone hand on states
 
     @property
     def is_last_slice(self) -> bool:
