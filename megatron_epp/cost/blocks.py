@@ -121,10 +121,8 @@ class BlockCosts(PartCosts):
 
     def kept_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes kept from forward to backward in addition, which are not proportional to tokens."""
-        share = np.minimum(1.0, (work.prefix_tokens + work.tokens) / max(1, self.state_tokens))
-        goes_on = (work.sliced & ~work.last) if work.begun is None else (work.sliced & ~work.last) | work.begun.sliced
-        states = np.where(goes_on, share * self.state_bytes, 0.0)
-        return states + np.where(work.sliced & ~work.first, self.tail_bytes, 0.0)
+        states, tails = work.handed(self.state_tokens)
+        return states * self.state_bytes + tails * self.tail_bytes
 
     def kv_gradient_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes of the gradient of keys and values for which a backward makes room, of one that caches any."""

@@ -55,6 +55,8 @@ class KVBytes:
         def transient(keys: IntColumn, heads: int) -> TimeColumn:
             return transient_kv_gradient_bytes(keys, heads, head, self.queries_per_key)
 
+        # Where rows are read once for several segments, gradients of two calls are put together
+        seen = np.where(work.repeated_tokens > 0, 2 * (seen - work.repeated_tokens), seen)
         parts = head_parts(self.heads)
         all_heads, piece = transient(seen, self.heads), transient(seen, self.heads // parts)
         becomes = work.last & all_at_once(seen, self.heads, head, self.queries_per_key) & ~wider
@@ -64,7 +66,7 @@ class KVBytes:
     def forward_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes that a pass makes of latents at one time, a backward as many of their gradients, and rows put together."""
         seen = work.prefix_tokens + work.tokens
-        gathered = self.bytes_per_token * work.gathered_tokens
+        gathered = self.bytes_per_token * (work.gathered_tokens + (work.repeated_tokens if self.expanded_heads else 0))
         return self._expanded_bytes(seen) / 2 + gathered if self.expanded_heads else gathered
 
     def _expanded_bytes(self, keys: IntColumn) -> TimeColumn:

@@ -133,6 +133,8 @@ class ChunkWork:
     # span_work, span_kept: of the spans that a chunk holds (`TokenSpan`); None without any
     span_work: TimeColumn | None = None
     span_kept: TimeColumn | None = None
+    # Of the states of a chunk the tokens ahead, and how often they are kept, ``[2, states]``; None where slices alone have some
+    cuts: NDArray[np.object_] | None = None
 
     @property
     def kv_offload(self) -> BoolColumn:
@@ -143,6 +145,20 @@ class ChunkWork:
     def gathered_tokens(self) -> IntColumn:
         """Tokens whose keys and values a pass puts together besides those in the cache."""
         return np.zeros(len(self.tokens), dtype=np.int64)
+
+    @property
+    def repeated_tokens(self) -> IntColumn:
+        """Tokens that a pass would put together again for other segments, which read one row for all (but of latents)."""
+        return np.zeros(len(self.tokens), dtype=np.int64)
+
+    def handed(self, state_tokens: int) -> tuple[TimeColumn, BoolColumn | IntColumn]:
+        """Numbers of states that chunks keep, where one behind fewer tokens is a part, and of slices that go on from one."""
+        if self.cuts is not None:
+            kept = [(np.minimum(1, own[0] / max(1, state_tokens)) * own[1]).sum() for own in self.cuts]
+            return np.array(kept, dtype=np.float64), self.sliced & ~self.first
+        goes_on = self.sliced & ~self.last | (False if self.begun is None else self.begun.sliced)
+        share = np.minimum(1.0, (self.prefix_tokens + self.tokens) / max(1, state_tokens))
+        return np.where(goes_on, share, 0.0), self.sliced & ~self.first
 
     def opened_cache(self, size: Sizes) -> IntColumn:
         """Bytes of keys and values for which a forward makes room, and which its backward frees."""
@@ -186,13 +202,15 @@ def work_of(
 ) -> ChunkWork:
     """Derive the work of every chunk. Without `trained` all tokens are trained, and without `spans` there are none."""
     tokens = [chunk.padded_tokens(token_multiple) for chunk in chunks]
-    pairs = [sum(causal_pairs(start, end) for _, start, end in chunk.segments) for chunk in chunks]
     slices, begun = ([getattr(chunk, name)(lengths) for chunk in chunks] for name in ("slice_of", "begun_of"))
     slices_of = Counter(part.sequence for part in (*slices, *begun) if part is not None)
     cache_of = Counter[int]()
     for own, part, starts in zip(tokens, slices, begun, strict=True):
         cache_of.update({} if part is None else {part.sequence: own})
         cache_of.update({} if starts is None else {starts.sequence: starts.num_tokens})
+
+    def summed(of: Callable[..., float]) -> NDArray[Any]:
+        return np.array([sum(of(*part) for part in chunk.segments) for chunk in chunks])
 
     def columns(parts: Sequence[Segment | None]) -> dict[str, Any]:
         return {
@@ -209,10 +227,10 @@ def work_of(
         **columns(slices),
         begun=ChunkWork(tokens=none, pairs=none, **columns(begun)) if any(begun) else None,
         tokens=np.array(tokens, dtype=np.int64),
-        pairs=np.array(pairs, dtype=np.int64),
-        trained=np.array([_trained_of(chunk, lengths, trained) for chunk in chunks]) if trained else None,
-        span_work=np.array([span_work_of(chunk, spans) for chunk in chunks]) if spans else None,
-        span_kept=np.array([_span_kept_of(chunk, spans) for chunk in chunks]) if spans else None,
+        pairs=summed(lambda _, start, end: causal_pairs(start, end)).astype(np.int64),
+        trained=summed(lambda at, *ends: trained_tokens(trained[at], lengths[at], *ends)) if trained else None,
+        span_work=summed(lambda at, *ends: span_work(spans[at], *ends)) if spans else None,
+        span_kept=summed(lambda at, *ends: sum(s.kept for s in spans[at] if ends[0] <= s.start < ends[1])) if spans else None,
     )
 
 
@@ -225,15 +243,3 @@ def joined_work(works: Sequence[ChunkWork]) -> ChunkWork:
         nothing = (ChunkWork(**{name: getattr(work, name) & False for name in names}) for work in works)
         columns["begun"] = joined_work([work.begun or none for work, none in zip(works, nothing, strict=True)])
     return ChunkWork(**columns)
-
-
-def span_work_of(chunk: Chunk, spans: Sequence[Spans]) -> float:
-    return sum(span_work(spans[at], start, end) for at, start, end in chunk.segments)
-
-
-def _span_kept_of(chunk: Chunk, spans: Sequence[Spans]) -> float:
-    return sum(span.kept for at, start, end in chunk.segments for span in spans[at] if start <= span.start < end)
-
-
-def _trained_of(chunk: Chunk, lengths: Sequence[int], trained: Sequence[TrainedParts]) -> float:
-    return sum(trained_tokens(trained[at], lengths[at], start, end) for at, start, end in chunk.segments)

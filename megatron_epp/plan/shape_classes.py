@@ -56,7 +56,7 @@ class ShapeClass(NamedTuple):
         """Return a chunk of this class with about as few tokens and keys as it may have."""
         others = 0 if self.segments <= LEAST_SEGMENTS else self.segments // 2  # of a token each
         tokens = max(1, _first_of(self.queries) - others)
-        keys = max(tokens, _first_of(self.keys) - others)
+        keys = max(1, _first_of(self.keys) - others)  # fewer than tokens only without a causal mask
         rest = (Segment(1 + number, 0, 1) for number in range(others))
         return Chunk((Segment(0, keys - tokens, keys), *rest))
 

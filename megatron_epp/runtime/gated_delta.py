@@ -7,7 +7,7 @@ value channels]`` in fp32, and of the convolution ahead of it the last rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from megatron_epp.runtime.attention.segments import Tensors
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.handover import Handover
+from megatron_epp.runtime.handover import Cut, Handover, Stretches, behind_tails, of_chunk, tails_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class DeltaLayer:
                 strength and of the decay, ``[tokens, value heads, 1]`` each.
         """
         k, v, strength, decay = rest
-        view, handover = context.view, context.kv_cache.carried(Handover)
-        state = () if view is None else handover.enter(self.number, view, forward_only=context.forward_only)
-        tail, memory = state or (None, None)
+        own, handover = of_chunk(context), context.kv_cache.carried(Handover)
+        entered = handover.enter(self.number, context)
         rows = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
-        mixed, tails = self._convolved(rows, tail, context)
+        tails, ends = tails_of(own, {cut: state[:1] for cut, state in entered.items()}, (rows,), self._ahead)
+        mixed = self._convolved(rows, tails, own)
         widths = [x.shape[1] * x.shape[2] for x in (q, k, v)]
         q, k, v = (part.unflatten(1, x.shape[1:]) for part, x in zip(mixed.split(widths, dim=1), (q, k, v), strict=True))
         if self.normalise is not None:
@@ -61,48 +61,40 @@ class DeltaLayer:
         q, k = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (q, k))
         wide = torch.promote_types(decay.dtype, torch.float32)
         log_decay = -self.decay.exp() * functional.softplus(decay[..., 0].to(wide) + self.step)
-        out, memories = self._recurred((q, k, v), log_decay, strength[..., 0].sigmoid(), memory, context)
-        for left, of in ((view, 0), (context.begun, context.table.num_sequences - 1)):
-            if left is not None and not left.is_last_slice:
-                state = tails(of), memories[of]
-                out = handover.leave(self.number, left, out, state, forward_only=context.forward_only)
-        return out
+        memories = {cut: memory for cut, (_, memory) in entered.items()}
+        out = self._recurred((q, k, v), log_decay, strength[..., 0].sigmoid(), memories, own)
+        return handover.leave(self.number, context, out, {cut: (*ends[cut], memories[cut]) for cut in own.left})
 
-    def _convolved(self, rows: Tensor, tail: Tensor | None, context: ChunkContext) -> tuple[Tensor, Callable[[int], Tensor]]:
-        """Return the convolution of a chunk's rows behind the last ones of the slice before, and a function that returns the
-        last rows of one of its segments, which stand ahead of the next slice's.
-        """
-        ahead, starts = self.filters.shape[-1] - 1, context.table.query_starts
-        # The tail stands in front of the slice, and what comes out for it is dropped: kernels need to know of no state.
-        held = 0 if tail is None else ahead
-        rows = rows if tail is None else torch.cat([tail, rows])
-        ends = [0, *(end + held for end in starts[1:])]
+    @property
+    def _ahead(self) -> int:
+        """Tokens ahead of one that the convolution reads."""
+        return self.filters.shape[-1] - 1
 
-        def tail_of(number: int) -> Tensor:
-            own = rows[max(ends[number], ends[number + 1] - ahead) : ends[number + 1]]
-            return functional.pad(own, (0, 0, ahead - len(own), 0))
-
+    def _convolved(self, rows: Tensor, tails: Mapping[int, Tensors], own: Stretches) -> Tensor:
+        """Return the convolution of a chunk's rows, each stretch's behind the last ones ahead of it."""
+        # These stand in front, and what comes out for them is dropped: kernels need to know of no state.
+        table = own.table.within(self._ahead) if tails else own.table
+        (seen,), ends = behind_tails(own, tails, (rows,)), table.key_starts if tails else table.query_starts
         if self.convolve is not None:
-            offsets = context.table.cu_seqlens(rows.device)[0]  # no copy from the host in every layer
-            if held:
-                offsets = torch.cat([offsets[:1], offsets[1:] + held])
-            mixed = self.convolve(rows[None], self.filters[:, 0], self.bias, offsets)[0]
+            offsets = table.cu_seqlens(rows.device)[bool(tails)]  # no copy from the host in every layer
+            mixed = self.convolve(seen[None], self.filters[:, 0], self.bias, offsets)[0]
         else:
-            mixed = torch.cat([self._one(rows[start:end], ahead) for start, end in pairwise(ends)])
-        return mixed[held:], tail_of
+            mixed = torch.cat([self._one(seen[start:end]) for start, end in pairwise(ends)])
+        if not tails:
+            return mixed
+        return torch.cat([mixed[end - each.num_tokens : end] for each, end in zip(table.segments, ends[1:], strict=True)])
 
-    def _one(self, rows: Tensor, ahead: int) -> Tensor:
+    def _one(self, rows: Tensor) -> Tensor:
         """Convolve one sequence, ``[tokens, channels]``."""
-        padded = functional.pad(rows.t()[None], (ahead, 0))
+        padded = functional.pad(rows.t()[None], (self._ahead, 0))
         out = functional.conv1d(padded, self.filters, self.bias, groups=len(self.filters))
         return self.activation(out)[0].t()
 
     def _recurred(
-        self, heads: Tensors, log_decay: Tensor, strength: Tensor, memory: Tensor | None, context: ChunkContext
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the output of the recurrence, and the states behind the chunk's segments whose sequences go on."""
-        table, view, begun = context.table, context.view, context.begun
-        starts, takes_offsets = table.query_starts, self.convolve is not None
+        self, heads: Tensors, log_decay: Tensor, strength: Tensor, memories: dict[Cut, Tensor], own: Stretches
+    ) -> Tensor:
+        """Return the output of the recurrence. States at cuts are added to those with which the chunk begins."""
+        table, starts, takes_offsets = own.table, own.table.query_starts, self.convolve is not None
         columns = [x[None].contiguous() for x in (*heads, log_decay, strength)]
 
         def run(start: int, end: int, state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -112,21 +104,19 @@ class DeltaLayer:
             return out[0], last
 
         def whole(first: int, stop: int) -> Iterator[Tensor]:
-            if takes_offsets and (stop - first > 1 or view is None):
+            if takes_offsets and (stop - first > 1 or not own.parts):
                 offsets = table.cu_seqlens(log_decay.device)[0][first : stop + 1]
                 yield run(starts[first], starts[stop], cu_seqlens=offsets - starts[first] if first else offsets)[0]
             else:
                 yield from (run(*ends)[0] for ends in pairwise(starts[first : stop + 1]))
 
-        # Alone, since a state of every sequence would be in memory otherwise.
-        alone = ((0, view, memory), (table.num_sequences - 1, begun, None))
-        outs, memories, done = list[Tensor](), dict[int, Tensor](), 0
-        for number, part, state in alone:
-            if part is not None:
-                outs += whole(done, number)
-                out, last = run(starts[number], starts[number + 1], state, output_final_state=not part.is_last_slice)
-                outs.append(out)
-                memories |= {} if last is None else {number: last}
-                done = number + 1
+        outs, done = list[Tensor](), 0
+        for number, before, behind in own.parts:  # alone, since a state of every sequence would be in memory otherwise
+            outs += whole(done, number)
+            state, done = None if before is None else memories[before], number + 1
+            out, last = run(starts[number], starts[done], state, output_final_state=behind is not None)
+            outs.append(out)
+            if behind is not None and last is not None:
+                memories[behind] = last
         outs += whole(done, len(table.segments))
-        return torch.cat(outs) if len(outs) > 1 else outs[0], memories
+        return torch.cat(outs) if len(outs) > 1 else outs[0]

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from megatron_epp.runtime.attention.segments import SliceView, Tensors
+from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.handover import Handover
+from megatron_epp.runtime.handover import Handover, of_chunk, tails_of
 
 _NO_STEP = -1e4
 """Input of softplus, whatever its bias, for a step of 0: such a row neither feeds the state nor lets it decay."""
@@ -37,31 +36,26 @@ class StateSpaceLayer:
 
     def __call__(self, rows: Tensor, context: ChunkContext) -> Tensor:
         """Return the output ``[tokens, heads * channels]`` of a chunk's tokens, of which rows are ``[tokens, columns]``."""
-        view, handover, starts = context.view, context.kv_cache.carried(Handover), context.table.query_starts
-        if view is None:
-            return self._packed(rows, context, 0, len(context.table.segments))
-        tail, state = handover.enter(self.number, view, forward_only=context.forward_only) or (None, None)
-        held = 0 if tail is None else len(tail)
-        # Kernels have no state of the convolution, so the rows that it looks back to stand in front; their output is dropped.
-        rows = rows if tail is None else torch.cat([self._without_step(tail, rows), rows])
-        outs, left, done, table = list[Tensor](), list[tuple[SliceView, Tensors]](), 0, context.table
-        begun = [] if context.begun is None else [(table.num_sequences - 1, context.begun)]
-        for number, own_view in ((0, view), *begun):
+        own, handover = of_chunk(context), context.kv_cache.carried(Handover)
+        entered, starts = handover.enter(self.number, context), own.table.query_starts
+        mixed = rows[:, self.gate_width : self.gate_width + self.mixed_width]
+        tails, ends = tails_of(own, {cut: state[:1] for cut, state in entered.items()}, (mixed,), self.filter_width - 1)
+        states, outs, done = {cut: state for cut, (_, state) in entered.items()}, list[Tensor](), 0
+        for number, before, behind in own.parts:
             if number > done:  # company has no state that enters or leaves
-                outs.append(self._packed(rows[starts[done] + held : starts[number] + held], context, done, number))
-            own = rows[starts[number] + held * (number > 0) : starts[number + 1] + held]
-            out, last = self._alone(own, None if number else state, is_followed=not own_view.is_last_slice)
-            outs.append(out if number else out[held:])
-            if last is not None:  # another slice follows
-                mixed, ahead = own[:, self.gate_width : self.gate_width + self.mixed_width], self.filter_width - 1
-                left.append((own_view, (functional.pad(mixed, (0, 0, max(0, ahead - len(own)), 0))[-ahead:], last)))
-            done = number + 1
-        if len(table.segments) > done:
-            outs.append(self._packed(rows[starts[done] + held :], context, done, len(table.segments)))
+                outs.append(self._packed(rows[starts[done] : starts[number]], own.table, done, number))
+            stretch, done = rows[starts[number] : starts[number + 1]], number + 1
+            # Kernels have no state of the convolution, so the rows that it looks back to stand in front, for no output.
+            (tail,) = tails.get(number, (mixed[:0],))
+            seen = torch.cat([self._without_step(tail, rows), stretch]) if len(tail) else stretch
+            out, last = self._alone(seen, None if before is None else states[before], is_followed=behind is not None)
+            outs.append(out[len(tail) :])
+            if behind is not None and last is not None:
+                states[behind] = last
+        if len(own.table.segments) > done:
+            outs.append(self._packed(rows[starts[done] :], own.table, done, len(own.table.segments)))
         out = torch.cat(outs) if len(outs) > 1 else outs[0]
-        for own_view, handed in left:
-            out = handover.leave(self.number, own_view, out, handed, forward_only=context.forward_only)
-        return out
+        return handover.leave(self.number, context, out, {cut: (*ends[cut], states[cut]) for cut in own.left})
 
     def _without_step(self, tail: Tensor, rows: Tensor) -> Tensor:
         """Return rows that only the convolution sees."""
@@ -73,9 +67,9 @@ class StateSpaceLayer:
         out = self.scan(rows[None], initial_states=state, return_final_states=is_followed)
         return (out[0][0], out[1]) if is_followed else (out[0], None)
 
-    def _packed(self, rows: Tensor, context: ChunkContext, first: int, stop: int) -> Tensor:
+    def _packed(self, rows: Tensor, table: SegmentTable, first: int, stop: int) -> Tensor:
         """Return the output of the chunk's segments ``[first, stop)``, of which `rows` are."""
         several = stop - first > 1
-        named = {"seq_idx": context.table.numbers(rows.device, first)[None, : len(rows)]} if several else {}
+        named = {"seq_idx": table.numbers(rows.device, first)[None, : len(rows)]} if several else {}
         out: Tensor = self.scan(rows[None], **named)
         return out[0]

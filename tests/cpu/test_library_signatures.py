@@ -13,9 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_epp.features.trees import tree_cascade
+from megatron_epp.features.trees.tree_cascade import cascaded
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
-from megatron_epp.runtime.attention.kernels import AttentionCase, flash
+from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, AttentionCase, flash
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.links import nccl, objects
 from megatron_epp.tools.cli.doctor import _TORCH
@@ -62,6 +64,28 @@ def test_a_library_gets_windows_and_serves_sinks(monkeypatch, library, release, 
     if has_sinks:  # which come too late for a backward that has a copy of its own
         late = replace(kernel, log_sums=lambda saved: kernel.log_sums(saved).clone())
         assert kernels._relative_error(late, case) > kernels._TOLERANCE
+
+
+@pytest.mark.parametrize(("library", "release"), [*FIRST.items(), ("flash-attn", "main"), ("transformer-engine", "main")])
+def test_a_library_runs_without_its_mask_on_rows_in_common(monkeypatch, library, release):
+    kernel, calls = install(monkeypatch, library, release)
+    for kv_heads in (2, 1):
+        case = AttentionCase("cpu", torch.float32, 16, 4, kv_heads)
+        assert tree_cascade._serves(kernel, case)
+        assert kernels._relative_error(cascaded(kernel), case, cascaded(EXACT_ATTENTION), tree_cascade._SAMPLE) < 1e-6
+    offsets = [[sorted(set(each)) for each in lengths_of(given)[:2]] for given in calls[:3]]
+    assert offsets == [[[0, 33, 34, 74], [0, 38, 39, 79]], [[0, 73], [0, 70]], [[0, 40], [0, 13]]]
+
+
+def test_a_kernel_that_keeps_its_mask_or_a_log_sum_exp_of_its_own_does_not_run_on_rows_in_common(monkeypatch, caplog):
+    kernel, _ = install(monkeypatch, "flash-attn")
+    case = AttentionCase("cpu", torch.float32, 16, 4, 2)
+    masked = replace(kernel, forward=lambda q, k, v, table, scale: kernel.forward(q, k, v, replace(table, causal=True), scale))
+    late = replace(kernel, log_sums=lambda saved: kernel.log_sums(saved).clone())
+    whole = replace(kernel, of_heads=lambda saved, own, tokens=slice(None): kernel.of_heads(saved, own))
+    for wrong in (masked, late, whole):
+        assert not tree_cascade._serves(wrong, case)
+    assert caplog.text.count("does not run on rows in common, which are gathered for each segment") == 3
 
 
 def test_a_store_of_weight_gradients_has_the_methods_that_are_called():

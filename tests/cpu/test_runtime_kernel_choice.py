@@ -13,15 +13,20 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_epp.features.trees import common_rows, tree_cascade
+from megatron_epp.features.trees.tree_cache import TreeCache
+from megatron_epp.features.trees.tree_layouts import tree_layouts
 from megatron_epp.features.warm_up import kernel_warm_up
 from megatron_epp.features.warm_up.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.plan import EppError, shape_classes, sizing
 from megatron_epp.runtime.attention import kernels
+from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, PREFERENCES, AttentionCase, flash, transformer_engine
 from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
-from megatron_epp.runtime.context import chunk_layouts
+from megatron_epp.runtime.context import ChunkContext, chunk_layouts
+from tests.support.plan.random_forests import forest, forest_plan
 from tests.support.runtime.attention_libraries import LIBRARIES, install
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, SCALE, ChunkedLayer
 
@@ -35,7 +40,7 @@ def played(monkeypatch):
 
     def play(*names, wrong=()):
         kernels._choose.cache_clear()
-        monkeypatch.setattr(kernels, "_relative_error", lambda kernel, case: 0.5 if kernel.name in wrong else 1e-3)
+        monkeypatch.setattr(kernels, "_relative_error", lambda kernel, case, *_: 0.5 if kernel.name in wrong else 1e-3)
         chosen = {
             preference: tuple(
                 replace(k, obstacle=lambda case, k=k: None if k is EXACT_ATTENTION or k.name in names else "not here")
@@ -132,7 +137,7 @@ def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypat
     assert "pip install 'megatron-epp[te]'" in TRANSFORMER_ENGINE.obstacle(ON_GPU)
 
 
-TABLE = kernels.SegmentTable.build(kernels._SAMPLE, kernels._SAMPLE.num_tokens)
+TABLE = kernels._SAMPLE
 
 
 def test_empty_segments_change_no_bit(monkeypatch):
@@ -271,7 +276,7 @@ def without_a_number(which):
 )
 def test_the_proof_notices_what_is_wrong(change, said):
     case = AttentionCase("cpu", torch.float32, 16, 4, 2)
-    assert said in kernels._failed_verification(replace(EXACT_ATTENTION, **change), case)
+    assert said in kernels.failed_verification(replace(EXACT_ATTENTION, **change), case)
 
 
 HEADS = Heads(QUERY_HEADS, KV_HEADS, CHANNELS, torch.float64, torch.device("cpu"), SCALE)
@@ -298,7 +303,7 @@ class PlayedLibrary:
         return EXACT_ATTENTION.backward(grad, q, k, v, out, saved, table, scale)
 
     def look_up(self, which, k, table):
-        self.built.add((threading.get_ident(), which, (table.shape_class, table.window), k.shape[1]))
+        self.built.add((threading.get_ident(), which, (table.shape_class, table.window, table.causal), k.shape[1]))
 
 
 @pytest.fixture
@@ -357,6 +362,26 @@ def test_no_plan_is_built_in_an_iteration(library, autograd_thread, mode, window
     assert threads == {threading.get_ident(), autograd_thread.submit(threading.get_ident).result()}
     assert {heads for _, which, _, heads in library.built if which == "backward"} == {1, 2}
     assert batches[0] > sum(batches[1:]), "most classes are known before the first iteration"
+
+
+def test_calls_on_rows_in_common_are_warm_too(library, autograd_thread, monkeypatch):
+    monkeypatch.setattr(common_rows, "LEAST_ROWS", 4)
+    monkeypatch.setattr(common_rows, "ROWS_PER_TOKEN", 0)
+    monkeypatch.setattr(tree_cascade, "_serves", lambda *_: True)
+    warm = KernelWarmUp((HEADS,), LONGEST)
+    for seed in range(6):
+        rng = random.Random(seed)
+        layouts, cache, outs = tree_layouts(forest_plan(rng, forest(rng), joins=0.9)), TreeCache(), []
+        warm.before(layouts)
+        known = set(library.built)
+        for c, layout in enumerate(layouts):
+            q, k = (HEADS.ones(layout.table.num_tokens, heads).requires_grad_() for heads in (QUERY_HEADS, KV_HEADS))
+            context = ChunkContext(c, layout.table, cache, layout.view)
+            outs.append(chunk_attention(q, (k, HEADS.values(k)), context, 0, SCALE))
+        for out in reversed(outs):
+            autograd_thread.submit(out.sum().backward).result()
+        assert library.built == known
+    assert {causal for _, _, (_, _, causal), _ in known} == {True, False}
 
 
 def test_groups_of_heads_of_latents_are_warm_too(library, autograd_thread):

@@ -122,6 +122,14 @@ def test_offsets_within_a_window_need_no_other_copy_from_the_host():
         assert table.cu_seqlens(device)[1].tolist() == [0, 20, 24, 25]
 
 
+def test_offsets_within_a_window_are_right_for_several_segments_with_prefixes():
+    table = SegmentTable.build(Chunk((Segment(0, 11, 20), Segment(1, 0, 4), Segment(2, 2, 3), Segment(3, 7, 9))), 18)
+    table.cu_seqlens(torch.device("cpu"))
+    within = table.within(5)
+    assert within.key_starts == (0, 14, 18, 21, 28, 30)
+    torch.testing.assert_close(within._on_device[torch.device("cpu")], offsets_of(within), rtol=0, atol=0)
+
+
 def test_strided_queries_keys_and_values_are_read_rightly():
     table = table_of("packed")
     torch.manual_seed(0)

@@ -5,14 +5,11 @@ Slices hand on their state, and its gradient comes back.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.features.offload.activations import OwnedTensors
@@ -20,10 +17,11 @@ from megatron_epp.plan import Chunk
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import KVCacheError, SegmentTable, SliceView
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.gated_delta import DeltaLayer
-from megatron_epp.runtime.handover import Handover
+from megatron_epp.runtime.handover import Handover, Stretch, Stretches
 from megatron_epp.runtime.state_space import StateSpaceLayer
 from tests.support.plan.small_plans import chunk
+from tests.support.runtime import recurrent_nets
+from tests.support.runtime.recurrent_nets import DELTA_WIDTH, HEADS, INNER, MIXED, WIDTHS, DeltaNet, StateSpaceNet
 
 LENGTHS = {0: 23, 1: 6, 2: 1, 3: 9, 4: 12, 5: 7}
 """Tokens of sequences by number."""
@@ -91,106 +89,6 @@ def gradients_of(tensors: list[Tensor]) -> list[Tensor]:
     return copies
 
 
-FILTER = 4
-KEY_HEADS, VALUE_HEADS, WIDTH = 2, 4, 3
-DELTA_WIDTH, DELTA_CHANNELS = VALUE_HEADS * WIDTH, (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
-HEADS, CHANNELS, STATE = 4, 3, 5
-INNER, MIXED = HEADS * CHANNELS, HEADS * CHANNELS + 2 * STATE
-WIDTHS = {"gate_width": INNER, "mixed_width": MIXED, "filter_width": FILTER}
-
-
-def rule(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Apply the gated delta rule token by token, as flash-linear-attention's kernel takes its arguments."""
-    g, beta, offsets = options["g"], options["beta"], options.get("cu_seqlens")
-    ends = [0, q.shape[1]] if offsets is None else offsets.tolist()
-    outs, state = [], options["initial_state"]
-    assert state is None or len(ends) == 2
-    for start, end in pairwise(ends):
-        memory = q.new_zeros(VALUE_HEADS, WIDTH, WIDTH) if state is None else state[0]
-        for t in range(start, end):
-            memory = memory * g[0, t].exp()[:, None, None]
-            written = beta[0, t][:, None] * (v[0, t] - torch.einsum("hkv,hk->hv", memory, k[0, t]))
-            memory = memory + torch.einsum("hk,hv->hkv", k[0, t], written)
-            outs.append(torch.einsum("hkv,hk->hv", memory, q[0, t]) / WIDTH**0.5)
-    return torch.stack(outs)[None], memory[None] if options["output_final_state"] else None
-
-
-def convolve(rows: Tensor, filters: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    ahead = filters.shape[-1] - 1
-    parts = [functional.pad(rows[0, start:end].t()[None], (ahead, 0)) for start, end in pairwise(offsets.tolist())]
-    out = [functional.conv1d(part, filters[:, None], bias, groups=len(filters))[0].t() for part in parts]
-    return functional.silu(torch.cat(out))[None]
-
-
-class DeltaNet(torch.nn.Module):
-    width = DELTA_WIDTH
-
-    def __init__(self, packs: bool) -> None:
-        super().__init__()
-        make = partial(torch.randn, dtype=torch.float64)
-        widths = KEY_HEADS * WIDTH, KEY_HEADS * WIDTH, VALUE_HEADS * WIDTH, VALUE_HEADS, VALUE_HEADS
-        self.widths, self.packs = widths, packs
-        self.weights = torch.nn.ParameterList()
-        for _ in range(2):
-            self.weights += 0.5 * make(DELTA_WIDTH, sum(widths)), 0.5 * make(DELTA_CHANNELS, 1, FILTER), 0.3 * make(VALUE_HEADS)
-
-    def forward(self, number: int, x: Tensor, context: ChunkContext) -> Tensor:
-        into, filters, decay = self.weights[3 * number : 3 * number + 3]
-        q, k, v, strength, gate = (x @ into).split(self.widths, dim=1)
-        weights = {"number": number, "filters": filters, "bias": None, "decay": decay, "step": torch.zeros(VALUE_HEADS)}
-        kernels = {"rule": rule, "convolve": convolve if self.packs else None, "activation": functional.silu}
-        layer = DeltaLayer(**weights, **kernels, normalise=lambda heads: functional.normalize(heads, dim=-1))
-        q, k, v = (part.unflatten(1, (-1, WIDTH)) for part in (q, k, v))
-        return x + layer(q, (k, v, strength[..., None], gate[..., None]), context).flatten(1)
-
-
-def scan(
-    rows: Tensor,
-    filters: Tensor,
-    bias: Tensor,
-    step: Tensor,
-    decay: Tensor,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    return_final_states: bool = False,
-) -> Any:
-    """Convolve, recur token by token and gate, as mamba-ssm's kernel does: the convolution always begins with zeros."""
-    assert rows.shape[0] == 1
-    assert seq_idx is None or initial_states is None
-    numbers = torch.zeros(rows.shape[1], dtype=torch.int32) if seq_idx is None else seq_idx[0]
-    outs, state = [], rows.new_zeros(HEADS, CHANNELS, STATE)
-    for number in range(int(numbers.max()) + 1):
-        gate, mixed, steps = rows[0][numbers == number].split([INNER, MIXED, HEADS], dim=1)
-        padded = functional.pad(mixed.t()[None], (FILTER - 1, 0))
-        mixed = functional.silu(functional.conv1d(padded, filters[:, None], bias, groups=MIXED))[0].t()
-        x, into, out_of = mixed.split([INNER, STATE, STATE], dim=1)
-        x, dt = x.unflatten(1, (HEADS, CHANNELS)), functional.softplus(steps + step)
-        state = torch.zeros_like(state) if initial_states is None else initial_states[0]
-        for t in range(len(x)):
-            state = state * (dt[t] * decay).exp()[:, None, None]
-            state = state + torch.einsum("h,hp,n->hpn", dt[t], x[t], into[t])
-            outs.append((state @ out_of[t] + x[t]).flatten() * functional.silu(gate[t]))
-    out = torch.stack(outs)[None]
-    return (out, state[None]) if return_final_states else out
-
-
-class StateSpaceNet(torch.nn.Module):
-    width = INNER
-
-    def __init__(self) -> None:
-        super().__init__()
-        make = partial(torch.randn, dtype=torch.float64)
-        self.weights = torch.nn.ParameterList()
-        for _ in range(2):
-            self.weights += 0.2 * make(INNER, INNER + MIXED + HEADS), 0.5 * make(MIXED, FILTER), 0.3 * make(MIXED)
-            self.weights += make(HEADS), -0.1 - make(HEADS).square()
-
-    def forward(self, number: int, x: Tensor, context: ChunkContext) -> Tensor:
-        into, *weights = self.weights[5 * number : 5 * number + 5]
-        named = dict(zip(("filters", "bias", "step", "decay"), weights, strict=True))
-        return x + StateSpaceLayer(number=number, scan=partial(scan, **named), **WIDTHS)(x @ into, context)
-
-
 NETS: dict[str, Callable[[], Any]] = {
     "gated delta, kernels of packed sequences": lambda: DeltaNet(packs=True),
     "gated delta, sequence by sequence": lambda: DeltaNet(packs=False),
@@ -234,7 +132,7 @@ def test_whole_sequences_are_packed_in_one_call_of_the_delta_rule(monkeypatch: p
         calls.append(options["cu_seqlens"])
         return heads[2], None
 
-    monkeypatch.setitem(globals(), "rule", noted)
+    monkeypatch.setattr(recurrent_nets, "rule", noted)
     packed = chunk((1, 0, 6), (3, 0, 9))
     sequences = {q: torch.randn(n, DELTA_WIDTH, dtype=torch.float64) for q, n in LENGTHS.items()}
     DeltaNet(packs=True)(0, tokens_of(packed, sequences), context_of(packed, SlicedKVCache()))
@@ -259,44 +157,71 @@ def test_whole_sequences_are_packed_in_one_scan_and_a_slice_runs_apart_from_its_
     ]
 
 
-FIRST, SECOND = (SliceView(7, start, start + 4, 8, 8, 2) for start in (0, 4))
+FIRST, SECOND = (
+    ChunkContext(
+        c, SegmentTable.build(chunk((7, start, start + 4)), 4), SlicedKVCache(), SliceView(7, start, start + 4, 8, 8, 2)
+    )
+    for c, start in enumerate((0, 4))
+)
+BETWEEN = (7, 4)
+"""The cut between the two."""
 
 
 def test_a_state_that_a_recomputing_layer_read_is_kept_by_autograd_for_its_slice() -> None:
     handover, x = Handover(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     state_bytes = 6 * 8
 
-    def layer(x: Tensor, view: SliceView) -> Tensor:
-        (before,) = handover.enter(0, view) or (torch.zeros_like(x[0]),)
+    def layer(x: Tensor, context: ChunkContext) -> Tensor:
+        (before,) = handover.enter(0, context).get(BETWEEN, (torch.zeros_like(x[0]),))
         total = x.tanh().sum(0) + before
-        return handover.leave(0, view, x * total, (total,))
+        return handover.leave(0, context, x * total, {BETWEEN: (total,)})
 
     with OwnedTensors((), lambda: handover.num_bytes) as saved:
-        for number, view in enumerate((FIRST, SECOND)):
+        for number, context in enumerate((FIRST, SECOND)):
             with saved.of((0, number)):
-                checkpoint(layer, x, view, use_reentrant=True)
+                checkpoint(layer, x, context, use_reentrant=True)
                 assert handover.num_bytes == (state_bytes if number == 0 else 0)  # the second has read it
         first, second = (sum(one.num_bytes for one in saved.pop((0, number)) if one.is_ours) for number in (0, 1))
         assert second - first == state_bytes
 
 
 def test_an_evaluation_keeps_a_state_until_the_next_slice() -> None:
-    handover, state = Handover(), (torch.ones(2),)
+    handover, (first, second) = Handover(), (replace(context, forward_only=True) for context in (FIRST, SECOND))
     with torch.no_grad():
-        output = handover.leave(0, FIRST, torch.ones(3), state, forward_only=True)
+        output = handover.leave(0, first, torch.ones(3), {BETWEEN: (torch.ones(2),)})
         assert handover.num_bytes == 8
-        (read,) = handover.enter(0, SECOND, forward_only=True) or ()
+        (read,) = handover.enter(0, second)[BETWEEN]
         assert read.tolist() == [1.0, 1.0]
-        handover.leave(0, SECOND, output, state, forward_only=True)
+        handover.leave(0, second, output, {})
     handover.assert_empty()
 
 
 def test_slices_out_of_order_are_refused() -> None:
-    handover, state = Handover(), (torch.ones(2, requires_grad=True) * 1,)
+    handover, states = Handover(), {BETWEEN: (torch.ones(2, requires_grad=True) * 1,)}
     with pytest.raises(KVCacheError, match="layer 0, sequence 7: the slice at token 4 finds no state of the one before it"):
         handover.enter(0, SECOND)
-    output = handover.leave(0, FIRST, torch.ones(3, requires_grad=True) * 1, state)
+    output = handover.leave(0, FIRST, torch.ones(3, requires_grad=True) * 1, states)
     with pytest.raises(KVCacheError, match="the backward of the slice before token 4 comes before that of the slice behind it"):
         output.sum().backward()
     with pytest.raises(KVCacheError, match="were never taken"):
         handover.assert_empty()
+
+
+def test_a_state_is_there_until_all_who_go_on_from_it_have_read_it_and_has_the_sum_of_their_gradients() -> None:
+    handover, state = Handover(), torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    table, entering = SECOND.table, Stretches(SECOND.table, (Stretch(0, BETWEEN, None),), (BETWEEN,))
+    leaving = Stretches(table, (Stretch(0, None, BETWEEN),), left={BETWEEN: 3})
+    views = [SliceView(7, 0, 4, 4, 4, handed=handed) for handed in (leaving, *[entering] * 3)]
+    contexts = [ChunkContext(c, table, SlicedKVCache(), view) for c, view in enumerate(views)]
+    output = handover.leave(0, contexts[0], torch.ones(3, requires_grad=True) * 1, {BETWEEN: (state * 1,)})
+    read = [handover.enter(0, context)[BETWEEN][0] for context in contexts[1:]]
+    assert handover.num_bytes == 0
+    with pytest.raises(KVCacheError, match="finds no state of the one before it"):
+        handover.enter(0, contexts[1])
+    for number, factor in enumerate((1.0, 2**-8, 2**-8)):  # in half precision the sum would be 1
+        (read[number] * factor).sum().backward()
+        assert handover.num_bytes == (8 if number else 4)
+    output.sum().backward()
+    assert state.grad is not None
+    assert state.grad.tolist() == [1 + 2**-7] * 2
+    handover.assert_empty()

@@ -76,6 +76,12 @@ TREES = [
     pytest.param(2, {}, {"offload": True, "memory_cap_gb": 0.00023}, id="offload"),
     pytest.param(2, {}, {"split_weight_gradient": "on"}, id="split weight gradients"),
     pytest.param(2, {}, {"share_prefixes": False}, id="alone"),
+    pytest.param(2, {"window_size": (9, 0), "softmax_type": "learnable"}, {}, id="windows, sinks"),
+    pytest.param(2, {"window_size": (20, 0), "window_attn_skip_freq": 2}, {"recompute": 1}, id="windows, recompute"),
+    pytest.param(2, LATENT, {}, id="latent attention"),
+    pytest.param(2, MAMBA, {}, id="Mamba-2 and attention"),
+    pytest.param(2, MAMBA, {"recompute": 1}, id="Mamba-2, recompute"),
+    pytest.param(2, DELTA, {}, id="gated delta nets"),
 ]
 
 
@@ -91,6 +97,21 @@ def test_samples_that_share_a_prompt_run_it_once_with_the_gradients_of_whole_sam
     assert max(one["shared"] for one in found) == 35 * bool(plans["share_prefixes"])  # of the replica that has the two
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [
+        (2, {}),
+        pytest.param(4, {"context_parallel": 2}, marks=SLOW),
+        pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, marks=SLOW),
+    ],
+)
+def test_many_samples_of_a_prompt_read_its_rows_at_once_with_the_gradients_of_whole_samples(num_ranks, layout):
+    for one in of_ranks(job(num_ranks, "samples:siblings", **layout)):
+        assert max(one["worst"], *one["logprobs"], one["evaluated"]) <= TOLERANCE
+        assert one["shared"] == 4 * 35
+        assert one["at_once"] > 0
+
+
 @pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (2, {"stages": 4}), pytest.param(4, {}, marks=SLOW)])
 def test_twenty_steps_with_a_shared_prompt_end_at_the_weights_of_whole_samples(ranks, layout):
     found = of_ranks(job(ranks, "samples:steps", prompt=36, **layout))
@@ -103,9 +124,7 @@ def test_twenty_steps_with_a_shared_prompt_end_at_the_weights_of_whole_samples(r
 
 
 UNSHARED = {
-    "layers that hand on a state": MAMBA,
-    "latents": LATENT,
-    "windows": {"window_size": (9, 0)},
+    "experts, whose losses and capacity count a token once for every sample": {"num_experts": 4, "add_bias_linear": False},
 }
 
 

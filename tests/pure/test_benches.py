@@ -52,11 +52,17 @@ def check_rl(rows: Rows) -> None:
     assert draw["Megatron"]["peak_bytes"] <= 72 << 30
 
 
+def check_prefixes(rows: Rows) -> None:
+    keys = [[row["ways"][way]["keys"] for way in ("gathered", "at once")] for row in rows]
+    assert keys == [[5000, 3000], [8000, 6000]]
+
+
 BENCHES: dict[str, tuple[str, Callable[[Rows], None] | None]] = {
     "orders.orders": ("--reduced", check_orders), "rl.__main__": ("--reduced", check_rl),
     "exact": ("--ranks 3 --limit-s 20", None), "orders.groups": ("--reduced", None), "defaults": ("--reduced", None),
     "lockstep": ("--reduced", None), "long": ("--stages 4 --cap-gb 20 --contexts 32 64", None), "memory": ("--reduced", None),
     "planner.__main__": ("--reduced --jobs 1", None),
+    "prefixes": ("--only two --heads 2 --kv-heads 1 --runs 1", check_prefixes),
 }  # fmt: skip
 """Arguments of each, and what its figures must be; what plans of the others are is tested with their planners."""
 

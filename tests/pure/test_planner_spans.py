@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.cost.work import span_work_of, work_of
+from megatron_epp.cost.work import span_work, work_of
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.planners import OWN
@@ -71,7 +71,7 @@ def test_a_spans_work_takes_time_and_memory_on_the_first_stage_alone():
     costs, asked = pipeline(3), replace(problem(SPANNED, 3), spans=with_spans(work=2.0))
     made = plan(asked, costs, Options(slices=5))
     bare, full = (tabulate(made.chunks, of_batch, costs) for of_batch in (replace(asked, spans=()), asked))
-    work = [span_work_of(chunk, asked.spans) for chunk in made.chunks]
+    work = [sum(span_work(asked.spans[q], *ends) for q, *ends in chunk.segments) for chunk in made.chunks]
     assert max(work) > 0
     line = costs.stages[0].layers.forward
     for name, us in (("forward_us", line.per_token_us), ("backward_us", costs.stages[0].layers.backward.per_token_us)):

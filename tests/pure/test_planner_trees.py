@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.features.trees.choice import divisible
 from megatron_epp.features.trees.readers import groups_of
 from megatron_epp.features.trees.tree_cuts import cut_trees
@@ -66,6 +67,21 @@ def test_keys_are_held_by_their_chunk_and_sums_of_gradients_from_the_first_reade
     assert work.opened_gradients(lambda tokens: tokens).tolist() == [0, 8, 0]
     assert work.closed_gradients(lambda tokens: tokens).tolist() == [8, 0, 0]
     assert (work.prefix_tokens.tolist(), work.gathered_tokens.tolist()) == ([0, 4, 4], [8, 8, 8])
+
+
+def test_rows_that_many_segments_read_are_planned_once():
+    lengths, borrowed = groups(1, 8, 2001, 400)
+    chunks = chunk((0, 0, 2001)), chunk(*((q, borrowed[q].tokens, length) for q, length in enumerate(lengths) if q))
+    batch = replace(problem(lengths, 2), borrowed=borrowed)
+    work, alone = (work_of_tree(own, batch, lengths) for own in (chunks, chunks[:1]))
+    own = sum(lengths[1:]) - 7 * 2000
+    assert (work.gathered_tokens.tolist(), work.repeated_tokens.tolist()) == ([2001, 2000 + own], [0, 6 * 2000])
+    kv = KVBytes(bytes_per_token=4.0, heads=2)
+    assert kv.forward_bytes(work).tolist() == [4 * 2001, 4 * (2000 + own)]
+    assert kv.prefix_bytes(work).tolist() == [0, 4 * (2 * (2000 + own) - own)]
+    assert kv.prefix_bytes(alone).tolist() == [0]
+    latents = replace(kv, expanded_bytes_per_token=8.0, expanded_heads=2)  # of which keys and values are made for each segment
+    assert latents.forward_bytes(work)[1] == 4 * (7 * 2000 + own) + 8 * (7 * 2000 + own)
 
 
 def test_keys_and_values_that_a_pass_puts_in_a_row_take_a_copy_and_in_backward_four():

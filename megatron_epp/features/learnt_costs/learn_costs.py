@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_epp.cost.kept import FILE_NAME, RECORDED, WARM_UP, KeptCosts, to_state
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.work import span_work_of
+from megatron_epp.cost.work import span_work
 from megatron_epp.features.learnt_costs.learner import Learner, deviation, fitted_costs, size_of, untold
 from megatron_epp.features.learnt_costs.learnt import fingerprint, resumed, with_times
 from megatron_epp.features.learnt_costs.timed import Learnt
@@ -115,7 +115,9 @@ class CostLearning(RunFeature):
         """Return keywords of `Learner.add`: in place of spans, tokens that take the first stage as long as a chunk's."""
         if spans:
             layers = max(1, self._run.costs.num_layers[0])
-            known["span_tokens"] = lambda chunk: span_work_of(plan.chunks[chunk], spans) / layers
+            known["span_tokens"] = lambda chunk: (
+                sum(span_work(spans[q], *ends) for q, *ends in plan.chunks[chunk].segments) / layers
+            )
         return known
 
     def _add(self, plan: Plan, recorder: Recorder | None, measured: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from megatron_epp.data.samples import columns_of
 from megatron_epp.features.trees.batch_prefixes import borrowed_of
 from megatron_epp.losses import NextToken
 from megatron_epp.mcore.iteration.sliced_run import SlicedRun
-from megatron_epp.mcore.model.kinds import mixes_tokens
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job
 
@@ -22,10 +21,7 @@ def obstacle(models: Sequence[Any], planner: str, asks: LossColumns, of_inputs: 
         "experts, whose losses and capacity count a token once for every sample": config.num_moe_experts,
         "dropout, which is another for every sample": config.hidden_dropout or config.attention_dropout,
         "FP8 or FP4, whose scales follow all tokens": config.fp8 or getattr(config, "fp4", None),
-        "latents": config.multi_latent_attention,
-        "windows": config.window_size,
         "multi-token prediction": config.mtp_num_layers,
-        "layers that hand on a state": any(mixes_tokens(module) for model in models for module in model.modules()),
         "inputs of a function": of_inputs.names is not None or of_inputs.axes > 1 or of_inputs.routing is not None,
         "values of every token": asks.has_values,
         f"planner {planner}": planner != "greedy",

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.plan import EppError
 from megatron_epp.plan.sizing import sums_in_fp32
 from megatron_epp.runtime.attention.core import compact
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import HeadGroup, KVCacheError, SliceView, Tensors
+from megatron_epp.runtime.handover import Stretches
 
 
 class Node(NamedTuple):
@@ -32,14 +32,20 @@ class Node(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Tokens of a node up to `stop`, a part of another segment's prefix."""
+    """Tokens of a node up to `stop` without the first ones, a part of the prefix of others, so many of which end there."""
 
     node: Node
     stop: int
+    skipped: int = 0
+    num_readers: int = 1
 
     @property
     def num_rows(self) -> int:
-        return self.stop - self.node.start
+        return self.stop - self.node.start - self.skipped
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.skipped, self.stop - self.node.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +56,19 @@ class TreeView(SliceView):
     """
 
     parts: tuple[tuple[tuple[Piece, ...], Node], ...] = ()
+    shared: tuple[Piece, ...] = ()  # of the prefixes of several segments, in front of all others
 
     @classmethod
-    def of(cls, parts: tuple[tuple[tuple[Piece, ...], Node], ...], most_readers: int) -> TreeView:
+    def of(
+        cls, parts: tuple[tuple[tuple[Piece, ...], Node], ...], most_readers: int, handed: Stretches | None = None
+    ) -> TreeView:
         num_tokens = sum(node.end - node.start for _, node in parts)
-        return cls(parts[0][1].sequence, 0, num_tokens, num_tokens, num_tokens, 1 + most_readers, parts)
+        return cls(parts[0][1].sequence, 0, num_tokens, num_tokens, num_tokens, 1 + most_readers, handed, parts)
 
     @property
     def num_keys(self) -> int:
         """Keys of all segments, their prefixes included."""
-        return sum(node.end for _, node in self.parts)
+        return sum(piece.num_rows for piece in self.shared) + sum(_num_rows(*part) for part in self.parts)
 
 
 @dataclass(slots=True)
@@ -84,13 +93,8 @@ class TreeCache(SlicedKVCache):
     _num_bytes: int = 0
 
     @property
-    def num_bytes(self) -> int:
+    def cache_bytes(self) -> int:
         return self._num_bytes
-
-    def carried[T](self, kind: type[T]) -> T:
-        raise EppError(
-            f"layers that hand on a {kind.__name__} from slice to slice do not run with shared prefixes: turn them off"
-        )
 
     @contextmanager
     def _again(self, backward: bool) -> Iterator[None]:
@@ -119,9 +123,9 @@ class TreeCache(SlicedKVCache):
 
     def fetch(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
         tree, group, inside = _tree(view), HeadGroup(layer, part), dict[Node, int]()
-        for pieces, _ in tree.parts:
-            for node, _ in pieces:
-                inside[node] = inside.get(node, 0) + 1
+        for pieces in (tree.shared, *(pieces for pieces, _ in tree.parts)):
+            for piece in pieces:
+                inside[piece.node] = inside.get(piece.node, 0) + piece.num_readers
         for _, node in tree.parts:
             if left := self._rows_of(layer, node, group).readers - inside.get(node, 0):
                 raise KVCacheError(
@@ -135,15 +139,20 @@ class TreeCache(SlicedKVCache):
         tree, group, at = _tree(view), HeadGroup(layer, part), _tree(view).num_keys
         rest, complete = tuple(x[at:] for x in grads), list[Tensors]()
         is_last = heads is None or heads.stop == self._rows_of(layer, tree.parts[0][1], group).rows[0].shape[1]
-        for pieces, node in reversed(tree.parts):  # a segment's readers in this chunk stand behind it
-            at -= node.end
-            row = at
+
+        def add(pieces: tuple[Piece, ...], row: int) -> int:
             for piece in pieces:
-                self._add(layer, tree, piece.node, group, [x[row : row + piece.num_rows] for x in grads], heads)
+                self._add(layer, tree, piece, group, [x[row : row + piece.num_rows] for x in grads], heads)
                 row += piece.num_rows
                 if is_last:
-                    self._nodes[piece.node, group].readers -= 1
-            own = tuple(x[row : at + node.end] for x in grads)
+                    self._nodes[piece.node, group].readers -= piece.num_readers
+            return row
+
+        add(tree.shared, 0)
+        for pieces, node in reversed(tree.parts):  # a segment's readers in this chunk stand behind it
+            at -= _num_rows(pieces, node)
+            row = add(pieces, at)
+            own = tuple(x[row : row + node.end - node.start] for x in grads)
             if node.num_readers:
                 sums = self._nodes[node, group].gradients
                 own = tuple((total if heads is None else total[:, heads]) + x for total, x in zip(sums, own, strict=True))
@@ -153,15 +162,16 @@ class TreeCache(SlicedKVCache):
         return tuple(torch.cat(each) for each in zip(*complete, rest, strict=True))
 
     def release(self, layer: int, view: SliceView, part: int = 0) -> None:
-        group = HeadGroup(layer, part)
-        for pieces, node in _tree(view).parts:
-            for piece in pieces:
-                self._nodes[piece.node, group].readers -= 1
-            for own in (*(piece.node for piece in pieces), node):
-                if not self._nodes[own, group].readers:
-                    self._free(own, group)
+        tree, group = _tree(view), HeadGroup(layer, part)
+        pieces = [*tree.shared, *(piece for pieces, _ in tree.parts for piece in pieces)]
+        for piece in pieces:
+            self._nodes[piece.node, group].readers -= piece.num_readers
+        for node in dict.fromkeys((*(piece.node for piece in pieces), *(node for _, node in tree.parts))):
+            if not self._nodes[node, group].readers:
+                self._free(node, group)
 
     def assert_empty(self) -> None:
+        SlicedKVCache.assert_empty(self)
         if self._nodes:
             left = sorted({(group.layer, node.sequence) for node, group in self._nodes})
             raise KVCacheError(f"caches of (layer, sequence) {left} were never freed")
@@ -170,19 +180,23 @@ class TreeCache(SlicedKVCache):
         self._num_bytes -= self._nodes.pop((node, group)).num_bytes
 
     def _gathered(self, layer: int, tree: TreeView, group: HeadGroup, rest: Sequence[Tensor]) -> Tensors:
-        """Return what the queries of a chunk attend to: of each segment its prefix and its own rows, then the padding's."""
-        seen = list[Tensors]()
+        """Return what the queries of a chunk attend to: what several segments read, of each the rest of its prefix and its own
+        rows, then the padding's.
+        """
+        seen = [self._piece(layer, piece, group) for piece in tree.shared]
         for pieces, node in tree.parts:
-            for piece in pieces:
-                seen.append(tuple(x[: piece.num_rows] for x in self._rows_of(layer, piece.node, group).rows))
+            seen += (self._piece(layer, piece, group) for piece in pieces)
             seen.append(self._rows_of(layer, node, group).rows)
         every = zip(*seen, rest, strict=True)
         return tuple(parts[0] if len(parts) == 2 and not len(parts[1]) else torch.cat(parts) for parts in every)
 
+    def _piece(self, layer: int, piece: Piece, group: HeadGroup) -> Tensors:
+        return tuple(x[piece.rows] for x in self._rows_of(layer, piece.node, group).rows)
+
     def _add(
-        self, layer: int, view: TreeView, node: Node, group: HeadGroup, grads: Sequence[Tensor], heads: slice | None
+        self, layer: int, view: TreeView, piece: Piece, group: HeadGroup, grads: Sequence[Tensor], heads: slice | None
     ) -> None:
-        own = self._rows_of(layer, node, group)
+        own = self._rows_of(layer, piece.node, group)
         if not own.gradients:
             wide = sums_in_fp32(self.fp32_gradients, view.num_slices)
             own.gradients = tuple(
@@ -191,7 +205,7 @@ class TreeCache(SlicedKVCache):
             self._num_bytes += sum(x.nbytes for x in own.gradients)
         for total, x in zip(own.gradients, grads, strict=True):
             of_heads = total if heads is None else total[:, heads]
-            of_heads[: len(x)] += x
+            of_heads[piece.rows] += x
 
     def _rows_of(self, layer: int, node: Node, group: HeadGroup) -> _Rows:
         if (own := self._nodes.get((node, group))) is None:
@@ -202,6 +216,10 @@ class TreeCache(SlicedKVCache):
 def _tree(view: SliceView) -> TreeView:
     assert isinstance(view, TreeView)
     return view
+
+
+def _num_rows(pieces: Sequence[Piece], node: Node) -> int:
+    return sum(piece.num_rows for piece in pieces) + node.end - node.start
 
 
 def _where(layer: int, node: Node) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, work_of
+from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, TimeColumn, work_of
+from megatron_epp.features.trees.common_rows import common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
+from megatron_epp.features.trees.state_cuts import Cut, Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.order import descending
@@ -28,10 +30,19 @@ class TreeWork(ChunkWork):
     last_reader: IntColumn
     first_backward: IntColumn
     is_read: IntColumn  # 1 for segments that others read
+    repeated: IntColumn
+    entered: IntColumn  # parts of segments that begin with a state
+
+    def handed(self, state_tokens: int) -> tuple[TimeColumn, IntColumn]:
+        return ChunkWork.handed(self, state_tokens)[0], self.entered
 
     @property
     def gathered_tokens(self) -> IntColumn:
-        return np.asarray(self.prefix_tokens + self.tokens)
+        return np.asarray(self.prefix_tokens + self.tokens - self.repeated)
+
+    @property
+    def repeated_tokens(self) -> IntColumn:
+        return self.repeated
 
     def opened_cache(self, size: Sizes) -> IntColumn:
         return np.sum([*map(size, self.segments)], axis=0)
@@ -53,6 +64,21 @@ class TreeWork(ChunkWork):
         return total
 
 
+def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, int]]:
+    """Yield an entry of `ChunkWork.cuts` for each state of a chunk.
+
+    Every part that begins with a state has a copy of its rows in front of its own. Of several chunks that begin with one some
+    may have run backward ahead of the others' forwards, so it is there beside the sum of gradients. A sum of two or more is in
+    fp32, which takes twice the bytes of rows in half precision. A recurrence's state, which parts need not copy, is counted as
+    rows are: too high, by some hundredths of what their tokens keep in models of today's sizes.
+    """
+    for tokens, before, behind in parts:
+        if before is not None:
+            yield tokens.start, 1
+        if behind is not None:
+            yield tokens.end, min(3, others[behind])
+
+
 def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:
     """Derive the work of every chunk; `facts` are the arguments of `cost.work.work_of` behind its chunks."""
     plain, reads = work_of(chunks, *facts), reads_of(chunks, batch.borrowed)
@@ -66,6 +92,8 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
     segments[0] += padding
+    parts, others = cut_chunks(chunks, batch.borrowed)
+    cuts = (np.array([*_kept(own, others)], dtype=np.int64).reshape(-1, 2).T for own in parts)
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
         "first": every,
@@ -73,6 +101,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         "begun": None,
         "prefix_tokens": np.array([sum(part.start for part in chunk.segments) for chunk in chunks], dtype=np.int64),
         "cache_tokens": plain.tokens,
+        "cuts": np.fromiter(cuts, dtype=np.object_, count=len(chunks)),
         "num_slices": np.full(len(chunks), 1 + max(readers.values(), default=0)),
     }
     return TreeWork(
@@ -80,5 +109,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         segments=segments,
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
+        entered=np.array([sum(part.before is not None for part in own) for own in parts], dtype=np.int64),
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
+        repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )

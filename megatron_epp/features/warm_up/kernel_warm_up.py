@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.shape_classes import ShapeClass, all_classes
 from megatron_epp.plan.sizing import expanded_at_once
 from megatron_epp.runtime.attention import kernels
-from megatron_epp.runtime.attention.kernels.base import backward_by_heads
+from megatron_epp.runtime.attention.kernels.base import backward_by_heads, heads_of_backward
 from megatron_epp.runtime.attention.segments import SegmentTable, Tensors
 from megatron_epp.runtime.context import ChunkLayout
+from megatron_epp.runtime.handover import stretches_of
 
 if TYPE_CHECKING:
     from megatron_epp.cost.model import PipelineCosts
@@ -69,13 +70,34 @@ class Heads:
         return keys[..., : self.value_channels or self.channels].contiguous()
 
     @property
-    def kernel(self) -> kernels.Kernel:
-        q, k = self.ones(0, self.query_heads), self.ones(0, self.kv_heads)
-        options = {"has_window": self.window is not None, "has_sinks": self.has_sinks}
-        return kernels.choose(q, k, self.values(k), self.preference, **options)
+    def like(self) -> Tensors:
+        k = self.ones(0, self.kv_heads)
+        return self.ones(0, self.query_heads), k, self.values(k)
 
-    def table(self, table: SegmentTable) -> SegmentTable:
-        return table if self.window is None else table.within(self.window)
+    @property
+    def kernel(self) -> kernels.Kernel:
+        (q, k, v), has_window = self.like, self.window is not None
+        return kernels.choose(q, k, v, self.preference, has_window=has_window, has_sinks=self.has_sinks)
+
+    def calls(self, layout: ChunkLayout) -> tuple[tuple[SegmentTable, int], ...]:
+        """Return the layouts of a layer's calls, and of each how many key heads run backward at once; 0 if its keys tell."""
+        if self.window is not None:
+            table = stretches_of(layout.table, layout.view, layout.begun).table
+            return ((table.within(self.window), 0),)
+        if layout.view is None or self.is_expanded:
+            return ((layout.table, 0),)
+        _, _, table = layout.view.call(self.kernel, layout.table, self.like)
+        if table.calls == (table,):
+            return ((table, 0),)
+        k = self.ones(1, self.kv_heads).expand(sum(call.key_starts[-1] for call in table.calls), -1, -1)
+        return tuple((call, heads_of_backward(self.query_heads, k, k)) for call in table.calls)
+
+
+class _Call(NamedTuple):
+    shape: ShapeClass
+    at: int  # position of its heads among those that are active
+    causal: bool = True
+    heads_at_once: int = 0  # key heads of a backward; 0 if its keys say how many
 
 
 @dataclass(slots=True)
@@ -86,8 +108,8 @@ class KernelWarmUp:
     longest: int  # tokens of the longest sequence
     choice: str = "auto"  # one of `WARM_UPS`
     offloads_kv: bool = False  # KV offload may be planned, with which attention runs by groups of heads
-    _warm: set[tuple[ShapeClass, int]] = field(default_factory=set)  # with the position in `_active`
-    _repeated: set[tuple[ShapeClass, int]] = field(default_factory=set)
+    _warm: set[_Call] = field(default_factory=set)
+    _repeated: set[_Call] = field(default_factory=set)
     _active: Sequence[Heads] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,13 +128,13 @@ class KernelWarmUp:
         """
         if not self._active:
             return 0
-        tables = [layout.table for layout in layouts]
-        wanted = {(heads.table(table).shape_class, at) for table in tables for at, heads in enumerate(self._active)}
-        if not self._warm and tables:
-            most = max(table.num_tokens for table in tables)
+        calls = [(at, *call) for layout in layouts for at, heads in enumerate(self._active) for call in heads.calls(layout)]
+        wanted = {_Call(table.shape_class, at, table.causal, count) for at, table, count in calls}
+        if not self._warm and calls:
+            most = max(table.num_tokens for _, table, _ in calls)
             for at, heads in enumerate(self._active):
                 seen = self.longest if heads.window is None else min(self.longest, most + heads.window)
-                wanted |= {(shape, at) for shape in all_classes(most, seen)}
+                wanted |= {_Call(shape, at) for shape in all_classes(most, seen)}
         missing = sorted(wanted - (self._repeated if repeats else self._warm))
         self._warm |= wanted
         self._repeated |= wanted if repeats else set()
@@ -120,17 +142,18 @@ class KernelWarmUp:
             self._run(missing, repeats)
         return len(missing)
 
-    def _run(self, missing: Sequence[tuple[ShapeClass, int]], repeats: bool) -> None:
+    def _run(self, missing: Sequence[_Call], repeats: bool) -> None:
         active = self._active
         names = ", ".join(sorted({heads.kernel.name for heads in active}))
         begin_s = told_s = time.perf_counter()
         logger.info("warming up %s for %d classes of shapes", names, len(missing))
-        for number, (shape, at) in enumerate(missing, 1):
+        for number, call in enumerate(missing, 1):
+            heads = active[call.at]
             try:
-                for parts in sorted(active[at].parts(shape.keys, self.offloads_kv)):
-                    run_class(shape, active[at], parts, repeats)
+                for parts in sorted(heads.parts(call.shape.keys, self.offloads_kv)):
+                    run_class(call, heads, parts, repeats)
             except torch.OutOfMemoryError:
-                logger.warning("no memory to warm up attention for %s: its plans are built in an iteration", shape)
+                logger.warning("no memory to warm up attention for %s: its plans are built in an iteration", call.shape)
             if time.perf_counter() - told_s >= _PROGRESS_S:
                 told_s = time.perf_counter()
                 logger.info("%d of %d classes of shapes are warm", number, len(missing))
@@ -170,10 +193,10 @@ def attention_warm_up(run: Run) -> AttentionWarmUp | None:
     return AttentionWarmUp(run) if run.makes_chunks else None
 
 
-def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> None:
+def run_class(call: _Call, heads: Heads, parts: int, repeats: bool) -> None:
     """Run a forward in this thread and a backward in autograd's thread of the device, in so many groups of heads."""
-    chunk = shape.smallest()
-    table = replace(SegmentTable.build(chunk, chunk.num_tokens), window=heads.window)
+    chunk = call.shape.smallest()
+    table = replace(SegmentTable.build(chunk, chunk.num_tokens), window=heads.window, causal=call.causal)
     kernel = heads.kernel
     q = heads.ones(table.num_tokens, heads.query_heads // parts)
     k = heads.ones(table.key_starts[-1], heads.kv_heads // parts)
@@ -184,7 +207,7 @@ def run_class(shape: ShapeClass, heads: Heads, parts: int, repeats: bool) -> Non
     def backward() -> None:
         if repeats:
             kernel.forward(q, k, v, table, heads.scale)
-        count = k.shape[1] if heads.is_expanded else None
+        count = k.shape[1] if heads.is_expanded else call.heads_at_once or None
         backward_by_heads(kernel, grad, q, k, v, out, saved, table, heads.scale, take, count)
 
     def take(dk: Tensor, dv: Tensor, heads: slice | None) -> Tensors:

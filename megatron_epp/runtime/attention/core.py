@@ -37,7 +37,9 @@ class ChunkAttention(torch.autograd.Function):
         view, kv_cache, q, cached = context.view, context.kv_cache, compact(q), (k, v)
         # Of no tokens: only shapes, types and device are asked for.
         has_window, has_sinks = context.table.window is not None, sinks is not None
-        kernel = kernels.choose(q, k[:0], v[:0], preference, has_window=has_window, has_sinks=has_sinks)
+        kernel, table = kernels.choose(q, k[:0], v[:0], preference, has_window=has_window, has_sinks=has_sinks), context.table
+        if view is not None:
+            view, kernel, table = view.call(kernel, table, (q, k, v))
         parts = 1 if view is None else kv_cache.parts(view, cached[0].shape[1])
         # What the KV cache caches is not saved here again: a slice's own tensors are in its sequence's buffers.
         uncached = tuple(compact(x if view is None else x[view.num_cached :]) for x in cached)
@@ -49,7 +51,7 @@ class ChunkAttention(torch.autograd.Function):
                 part_q, part_k, part_v = _heads(part, parts, (q, *(uncached if view is None else cached)))
                 if view is not None:
                     part_k, part_v = kv_cache.append(layer, view, (part_k, part_v), part)
-                out, more = kernel.forward(part_q, part_k, part_v, context.table, scale)
+                out, more = kernel.forward(part_q, part_k, part_v, table, scale)
                 if sinks is not None:
                     add_sinks(out, kernel.log_sums(more), sinks.chunk(parts)[part])
                 outs.append(out)
@@ -59,7 +61,7 @@ class ChunkAttention(torch.autograd.Function):
 
         out, saved = attend() if context.attention_output is None else context.attention_output.once(attend)
         ctx.save_for_backward(q, out, sinks, *uncached, *saved)
-        ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.parts = context, layer, scale, kernel, parts
+        ctx.context, ctx.layer, ctx.scale, ctx.parts, ctx.call = context, layer, scale, parts, (view, kernel, table)
         if view is not None and view.is_last_slice and context.forward_only:  # no backward will release the cache
             for part in range(parts):
                 kv_cache.release(layer, view, part)
@@ -68,7 +70,7 @@ class ChunkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
-        view, kv_cache, parts, layer = context.view, context.kv_cache, ctx.parts, ctx.layer
+        (view, kernel, table), kv_cache, parts, layer = ctx.call, context.kv_cache, ctx.parts, ctx.layer
         q, out, sinks, k, v, *saved = ctx.saved_tensors
         count = len(saved) // parts
         grads: list[Tensors] = []
@@ -82,11 +84,9 @@ class ChunkAttention(torch.autograd.Function):
                 return (dk, dv) if view is None else kv_cache.take_gradient(layer, view, (dk, dv), part, heads)
 
             if sinks is not None:
-                of_sinks.insert(
-                    0, sinks_gradient(part_grad, part_out, ctx.kernel.log_sums(part_saved), sinks.chunk(parts)[part])
-                )
-            inputs = part_grad, part_q, seen[0], seen[1], part_out, part_saved, context.table, ctx.scale
-            grads.insert(0, backward_by_heads(ctx.kernel, *inputs, take))
+                of_sinks.insert(0, sinks_gradient(part_grad, part_out, kernel.log_sums(part_saved), sinks.chunk(parts)[part]))
+            inputs = part_grad, part_q, seen[0], seen[1], part_out, part_saved, table, ctx.scale
+            grads.insert(0, backward_by_heads(kernel, *inputs, take))
         dq, dk, dv = (_joined(each) for each in zip(*grads, strict=True))
         add_begun_gradient(context, layer, (dk, dv))
         return dq, None, None, None, None, torch.cat(of_sinks) if of_sinks else None, dk, dv

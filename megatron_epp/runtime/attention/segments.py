@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.plan.shape_classes import CallSize, ShapeClass, segment_class
+
+if TYPE_CHECKING:
+    from megatron_epp.runtime.handover import Stretches
 
 type Tensors = tuple[Tensor, ...]
 """Cached tensors of some tokens, or their gradients: ``[tokens, heads, width]`` each.
@@ -51,6 +54,7 @@ class SliceView:
     length: int
     capacity: int
     num_slices: int = 2
+    handed: Stretches | None = field(default=None, compare=False)  # the chunk's; None where its slices alone hand on states
 
     @property
     def is_last_slice(self) -> bool:
@@ -66,6 +70,10 @@ class SliceView:
         """Number of the chunk's tokens, from its first, that are stored in the buffer."""
         return self.stop - self.start
 
+    def call(self, kernel: Any, table: SegmentTable, like: Tensors) -> tuple[SliceView, Any, SegmentTable]:
+        """Return view, `Kernel` and layout of a layer's attention, whose queries, keys and values are like `like`."""
+        return self, kernel, table
+
 
 @dataclass(frozen=True)
 class SegmentTable:
@@ -75,6 +83,7 @@ class SegmentTable:
     query_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``)
     key_starts: tuple[int, ...]  # ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix
     window: int | None = None  # tokens ahead of a query that it sees besides itself; None for all
+    causal: bool = True  # False: every query of a segment sees all of its keys, which may be fewer than its queries
     _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _numbers: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _windows: dict[int, SegmentTable] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -82,6 +91,11 @@ class SegmentTable:
     @property
     def num_tokens(self) -> int:
         return self.query_starts[-1]
+
+    @property
+    def calls(self) -> tuple[SegmentTable, ...]:
+        """Layouts of the calls of a kernel's library that one call with this layout takes, and all keys of which it gets."""
+        return (self,)
 
     @property
     def num_real(self) -> int:
@@ -103,13 +117,12 @@ class SegmentTable:
     def part(self, shard: Iterable[slice]) -> tuple[Segment, ...]:
         """Return the pieces of segments that a rank with the tokens of `shard` (see `ContextParallel.shard`) has, in order."""
         starts = list(zip(self.segments, self.query_starts, self.query_starts[1:], strict=False))
-        pieces = []
-        for own in shard:
-            for (sequence, first, _), at, end in starts:
-                low, high = max(at, own.start), min(end, own.stop)
-                if low < high:
-                    pieces.append(Segment(sequence, first + low - at, first + high - at))
-        return tuple(pieces)
+        return tuple(
+            Segment(sequence, first + low - at, first + high - at)
+            for own in shard
+            for (sequence, first, _), at, end in starts
+            if (low := max(at, own.start)) < (high := min(end, own.stop))
+        )
 
     @property
     def shape_class(self) -> ShapeClass:
@@ -141,26 +154,24 @@ class SegmentTable:
         return self._numbers[device, first]
 
     def within(self, window: int) -> SegmentTable:
-        """Return the layout in a layer with a window, where a slice's keys include no more of its prefix than the window."""
+        """Return the layout in a layer with a window, where a segment's keys include no more of its prefix than the window."""
         if window not in self._windows:
             segments = tuple(Segment(s.sequence, (at := min(s.start, window)), at + s.num_tokens) for s in self.segments)
             key_starts = tuple(accumulate((segment.end for segment in segments), initial=0))
             self._windows[window] = replace(self, segments=segments, key_starts=key_starts, window=window)
-            for device, offsets in self._on_device.items():  # without another copy from the host: one prefix is shorter
-                own = offsets.clone()
-                own[1, 1:] -= self.key_starts[1] - key_starts[1]
-                self._windows[window].take(device, own)
+            for device, offsets in self._on_device.items():  # without another copy from the host: prefixes are shorter
+                queries, keys = offsets.diff()
+                seen = (queries + (keys - queries).clamp(max=window)).cumsum(0, dtype=offsets.dtype)
+                self._windows[window].take(device, torch.stack([offsets[0], torch.nn.functional.pad(seen, (1, 0))]))
         return self._windows[window]
 
     @staticmethod
     def build(chunk: Chunk, padded_tokens: int) -> SegmentTable:
-        segments = list(chunk.segments)
-        padding = padded_tokens - chunk.num_tokens
-        if padding > 0:  # attends to itself only, so that nothing of it reaches the others
-            segments.append(Segment(-1, 0, padding))
+        padding = padded_tokens - chunk.num_tokens  # attends to itself only, so that nothing of it reaches the others
+        segments = (*chunk.segments, *[Segment(-1, 0, padding)] * (padding > 0))
         query_starts = tuple(accumulate((segment.num_tokens for segment in segments), initial=0))
         key_starts = tuple(accumulate((segment.end for segment in segments), initial=0))
-        return SegmentTable(tuple(segments), query_starts, key_starts)
+        return SegmentTable(segments, query_starts, key_starts)
 
 
 def offsets_of(table: SegmentTable) -> Tensor:

@@ -71,9 +71,9 @@ def table(
     return tuple(Chunk(tuple(segments)) for segments in chunks)
 
 
-def forest_plan(rng: random.Random, grown: Forest, multiple: int = 1, forward_only: bool = False) -> Plan:
+def forest_plan(rng: random.Random, grown: Forest, multiple: int = 1, forward_only: bool = False, joins: float = 0.4) -> Plan:
     """A plan of two stages on one rank in a random order, with random recompute; every chunk keeps 10 bytes."""
-    chunks = table(rng, grown.lengths, grown.borrowed)
+    chunks = table(rng, grown.lengths, grown.borrowed, joins)
     ops = (Op.F,) if forward_only else (Op.F, Op.B)
     actions = [Action(op, stage, c) for op in ops for stage in range(2) for c in range(len(chunks))]
     needs, left, row = deps(chunks, 2, borrowed=grown.borrowed), dict.fromkeys(actions), list[Action]()

@@ -20,11 +20,15 @@ LIBRARIES = {
 """The kernel of each library, and the function that imports it."""
 TYPES = {"kFloat32": torch.float32, "kBFloat16": torch.bfloat16}
 LAYOUT = "thd_thd_thd"
+MASKS = {
+    "causal": (False, True), "is_causal": (False, True), "bottom_right_diagonal": (False, True),
+    "attn_mask_type": ("padding", "padding_causal_bottom_right"),
+}  # fmt: skip
+"""Arguments that every call must give where the release has them, without the causal mask and with it."""
 EXPECTED = {
-    "causal": True, "is_causal": True, "attn_mask_type": "padding_causal_bottom_right", "bottom_right_diagonal": True,
     "dropout": 0.0, "dropout_p": 0.0, "qkv_layout": LAYOUT, "dqkv_layout": LAYOUT, "o_format": "thd", "do_format": "thd",
 }  # fmt: skip
-"""Arguments that every call must give where the release has them."""
+"""Arguments that are the same in all calls, likewise."""
 
 
 def releases_of(library):
@@ -48,6 +52,7 @@ def _function(taken, compute, calls):
         given = taken.bind(*args, **named).arguments
         expected = {name: value for name, value in EXPECTED.items() if name in taken.parameters}
         assert {name: given.get(name) for name in expected} == expected
+        assert MASKS.keys() & taken.parameters.keys() <= given.keys()
         calls.append(given)
         return compute(given)
 
@@ -71,8 +76,10 @@ def _table(given):
     rows = [(q, end - q, k, stop - k) for q, end, k, stop in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False) if end > q]
     segments = tuple(Segment(number, keys - n, keys) for number, (_, n, _, keys) in enumerate(rows))
     starts = ((*(row[at] for row in rows), cu[-1]) for at, cu in ((0, cu_q), (2, cu_k)))
-    window, _ = given.get("window_size") or (given.get("window_size_left", -1), 0)
-    return SegmentTable(segments, *starts, None if window < 0 else window)
+    (is_causal,) = {masks.index(given[name]) for name, masks in MASKS.items() if name in given}
+    window, right = given.get("window_size") or (given.get("window_size_left", -1), is_causal - 1)
+    assert right == is_causal - 1
+    return SegmentTable(segments, *starts, None if window < 0 else window, bool(is_causal))
 
 
 def _inputs(given):

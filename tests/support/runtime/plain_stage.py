@@ -57,11 +57,11 @@ class Layer(nn.Module):
 class Part(nn.Module):
     """The layers of one stage, with the embedding before the first and the logits after the last."""
 
-    def __init__(self, num_layers, is_first, is_last):
+    def __init__(self, num_layers, is_first, is_last, layer=Layer):
         super().__init__()
         self.words = nn.Embedding(VOCAB, HIDDEN) if is_first else None
         self.places = nn.Embedding(LONGEST, HIDDEN) if is_first else None
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(layer() for _ in range(num_layers))
         self.logits = nn.Linear(HIDDEN, VOCAB) if is_last else None
 
     def forward(self, x, arrays, run_layer):
@@ -75,11 +75,11 @@ class Part(nn.Module):
         return (functional.cross_entropy(self.logits(x), arrays.labels, reduction="none") * arrays.loss_mask).sum()
 
 
-def build_part(num_layers, stage, dtype=torch.float32):
-    """Stage `stage` of a model with `num_layers[s]` layers in stage s; its weights depend on nothing else."""
+def build_part(num_layers, stage, dtype=torch.float32, layer=Layer):
+    """Stage `stage` of a model with `num_layers[s]` layers in stage s; its weights depend on nothing else but their kind."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stage)
-        return Part(num_layers[stage], stage == 0, stage == len(num_layers) - 1).to(dtype)
+        return Part(num_layers[stage], stage == 0, stage == len(num_layers) - 1, layer).to(dtype)
 
 
 def linear(module, gradients, x):
@@ -118,17 +118,17 @@ class PlainStage:
         self.calls.append(f"F{context.chunk}")
 
         def run_layer(number, x):
-            def attend(q, k, v):
-                return chunk_attention(q, (k, v), context, number, SCALE)
-
             if number < context.recompute.full:
-                return checkpoint(self.part.layers[number], x, attend, use_reentrant=self.reentrant)
-            return self.part.layers[number](x, attend)
+                return checkpoint(self.run, number, x, context, use_reentrant=self.reentrant)
+            return self.run(number, x, context)
 
         output = self.part(hidden, self.batch.chunk(context.chunk), run_layer)
         if self.part.logits is not None:
             self.loss += output.item()
         return output
+
+    def run(self, number, x, context):
+        return self.part.layers[number](x, lambda q, *cached: chunk_attention(q, cached, context, number, SCALE))
 
     def backward(self, context, output, grad):
         self.calls.append(f"B{context.chunk}")

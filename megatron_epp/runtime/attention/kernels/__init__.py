@@ -40,8 +40,8 @@ cuDNN goes before FlashAttention 3, as in Transformer Engine's own choice on Hop
 which builds no plans for new shapes.
 """
 
-_SAMPLE = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
-"""Chunk for verification: a slice behind a prefix, a single token, and a packed sequence; no length is a multiple of a tile."""
+_SAMPLE = SegmentTable.build(Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40))), 104)
+"""Layout for verification: a slice behind a prefix, one token, and a packed sequence; no length is a multiple of a tile."""
 _SAMPLE_WINDOW = 33
 """Window of the verification: shorter than the sample's prefix and than its segments, and no multiple of a tile."""
 _TOLERANCE = 2e-2
@@ -57,9 +57,12 @@ def choose(
     q: Tensor, k: Tensor, v: Tensor, preference: str = "auto", *, has_window: bool = False, has_sinks: bool = False
 ) -> Kernel:
     """Return the kernel for these shapes, type and device. Raises `EppError` if none of `PREFERENCES[preference]` can serve."""
+    return _choose(case_of(q, k, v)._replace(has_window=has_window, has_sinks=has_sinks), preference)
+
+
+def case_of(q: Tensor, k: Tensor, v: Tensor) -> AttentionCase:
     value_channels = v.shape[2] if v.shape[2] != k.shape[2] else 0
-    case = AttentionCase(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], value_channels, has_window, has_sinks)
-    return _choose(case, preference)
+    return AttentionCase(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], value_channels)
 
 
 @functools.cache
@@ -84,7 +87,9 @@ def explain(case: AttentionCase, preference: str = "auto") -> tuple[Kernel | Non
     """
     obstacles: list[str] = []
     for kernel in _candidates(case, preference):
-        obstacle = kernel.obstacle(case) or _failed_verification(kernel, case)
+        obstacle = kernel.obstacle(case)
+        if obstacle is None and kernel is not EXACT_ATTENTION:
+            obstacle = failed_verification(kernel, case)
         if obstacle is None:
             return kernel, obstacles
         obstacles.append(f"{kernel.name}: {obstacle}")
@@ -99,12 +104,12 @@ def _candidates(case: AttentionCase, preference: str) -> Iterator[Kernel]:
         yield of_narrow_values(kernel) if case.value_channels and kernel is not EXACT_ATTENTION else kernel
 
 
-def _failed_verification(kernel: Kernel, case: AttentionCase) -> str | None:
-    """Return why a kernel fails verification; None if it passes, as exact attention always does."""
-    if kernel is EXACT_ATTENTION:
-        return None
+def failed_verification(
+    kernel: Kernel, case: AttentionCase, exact: Kernel = EXACT_ATTENTION, table: SegmentTable = _SAMPLE
+) -> str | None:
+    """Return why a kernel fails verification against an exact one; None if it passes."""
     try:
-        difference = _relative_error(kernel, case)
+        difference = _relative_error(kernel, case, exact, table)
     except torch.OutOfMemoryError:  # tells nothing of the kernel, which is asked again when there is room
         raise
     except Exception as error:  # libraries raise what they like where a build or a device does not suit them
@@ -113,17 +118,19 @@ def _failed_verification(kernel: Kernel, case: AttentionCase) -> str | None:
 
 
 @torch.no_grad()
-def _relative_error(kernel: Kernel, case: AttentionCase) -> float:
+def _relative_error(
+    kernel: Kernel, case: AttentionCase, exact: Kernel = EXACT_ATTENTION, table: SegmentTable = _SAMPLE
+) -> float:
     """Return the largest relative error of any result, in norms: ``|found - exact| / |exact|``. NaN if a result holds NaN."""
-    table = replace(SegmentTable.build(_SAMPLE, _SAMPLE.num_tokens), window=_SAMPLE_WINDOW if case.has_window else None)
+    table = replace(table, window=_SAMPLE_WINDOW if case.has_window else None)
     generator = torch.Generator().manual_seed(0)
 
     def random(tokens: int, heads: int, channels: int = case.channels) -> Tensor:
         return torch.randn(tokens, heads, channels, generator=generator).to(case.device, case.dtype)
 
-    values = case.value_channels or case.channels
+    values, keys = case.value_channels or case.channels, sum(call.key_starts[-1] for call in table.calls)
     q, grad = random(table.num_tokens, case.query_heads), random(table.num_tokens, case.query_heads, values)
-    k, v = random(table.key_starts[-1], case.kv_heads), random(table.key_starts[-1], case.kv_heads, values)
+    k, v = random(keys, case.kv_heads), random(keys, case.kv_heads, values)
     scale = case.channels**-0.5
     sinks = torch.randn(case.query_heads, generator=generator).to(case.device)
 
@@ -143,7 +150,7 @@ def _relative_error(kernel: Kernel, case: AttentionCase) -> float:
             dq, *_ = backward_by_heads(kernel, grad, q, k, v, out, saved, table, scale, take, count)
             yield out, dq, *(torch.cat(each, 1) for each in zip(*groups, strict=True))
 
-    exact = next(results(EXACT_ATTENTION, *(x.float() for x in (grad, q, k, v))))
+    wanted = next(results(exact, *(x.float() for x in (grad, q, k, v))))
     passes = results(kernel, grad, q, k, v)
-    errors = [(a.float() - b).norm() / b.norm() for each in passes for a, b in zip(each, exact, strict=True)]
+    errors = [(a.float() - b).norm() / b.norm() for each in passes for a, b in zip(each, wanted, strict=True)]
     return float(torch.stack(errors).max())  # of floats, max would leave one out that is not a number

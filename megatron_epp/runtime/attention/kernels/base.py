@@ -47,7 +47,7 @@ class Kernel:
 
     Queries are ``[tokens, query_heads, channels]``, keys ``[keys, kv_heads, channels]`` and values ``[keys, kv_heads,
     value_channels]``, where segment i owns ``keys[key_starts[i]:key_starts[i + 1]]``. The mask is aligned to the bottom right:
-    the last query of a segment sees all of its keys.
+    the last query of a segment sees all of its keys. Without the mask, where a table is not `causal`, every query does.
     """
 
     name: str
@@ -58,9 +58,10 @@ class Kernel:
     # the prefixes too
     backward: Backward
     obstacle: Callable[[AttentionCase], str | None]  # returns why it cannot be used for a case here, or None
-    # selects, from the tensors saved by a forward of all heads, what a backward of some query heads needs: by default of a
-    # log-sum-exp ``[heads, tokens]``, or of older FlashAttentions ``[sequences, heads, longest]``
-    of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (saved[0][..., own, :].contiguous(),)
+    # selects, from the tensors saved by a forward of all heads, what a backward of some query heads, or of some tokens (all by
+    # default), needs: by default of a log-sum-exp ``[heads, tokens]``, or of older FlashAttentions ``[sequences, heads,
+    # longest]``
+    of_heads: Callable[..., Saved] = lambda saved, own, tokens=slice(None): (saved[0][..., own, tokens].contiguous(),)
     # Returns a view of the log-sum-exp among them, ``[query_heads, tokens]``
     log_sums: Callable[[Saved], Tensor] = lambda saved: saved[0]
     # Its library builds a plan for every class of calls (`plan.shape_classes`), one for forwards and one for backwards, in
@@ -136,6 +137,11 @@ def _widened(x: Tensor, channels: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, channels - x.shape[2]))
 
 
+def heads_of_backward(query_heads: int, k: Tensor, v: Tensor) -> int:
+    bytes_per_key = (k.shape[2] + v.shape[2]) * k.element_size()
+    return heads_at_once(k.shape[1], token_class(k.shape[0]) * bytes_per_key, query_heads // k.shape[1])
+
+
 def backward_by_heads(
     kernel: Kernel,
     grad: Tensor,
@@ -159,8 +165,7 @@ def backward_by_heads(
     """
     kv_heads, each = k.shape[1], q.shape[1] // k.shape[1]
     if count is None:
-        bytes_per_key = (k.shape[2] + v.shape[2]) * k.element_size()
-        count = heads_at_once(kv_heads, token_class(k.shape[0]) * bytes_per_key, each)
+        count = heads_of_backward(q.shape[1], k, v)
     if count == kv_heads:
         dq, dk, dv = kernel.backward(grad, q, k, v, out, saved, table, scale)
         return dq, *take(dk, dv, None)

@@ -49,6 +49,9 @@ def _blocks(table: SegmentTable) -> Iterator[_Block]:
                 yield _Block(slice(q0 + first, q0 + last), keys, window=table.window)
             continue
         queries = slice(q0, q0 + segment.num_tokens)
+        if not table.causal:
+            yield _Block(queries, slice(k0, k0 + segment.end))
+            continue
         prefix_end = k0 + segment.start
         if segment.start > 0:
             yield _Block(queries, slice(k0, prefix_end), causal=False, merge=False)

@@ -23,7 +23,7 @@ def _window(table: SegmentTable) -> dict[str, int]:
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
     cu_q, cu_k = table.cu_seqlens(q.device)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, False, scale=scale, **_window(table)
+        q, k, v, cu_q, cu_k, table.max_query, table.max_key, 0.0, table.causal, False, scale=scale, **_window(table)
     )
     return out, (lse,)
 
@@ -33,9 +33,8 @@ def _torch_backward(
 ) -> Gradients:
     cu_q, cu_k = table.cu_seqlens(q.device)
     sizes, no_dropout = (table.max_query, table.max_key), torch.empty(0, dtype=torch.int64, device=q.device)
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, saved[0], cu_q, cu_k, *sizes, 0.0, True, no_dropout, no_dropout, scale=scale, **_window(table)
-    )
+    inputs = grad, q, k, v, out, saved[0], cu_q, cu_k, *sizes, 0.0, table.causal, no_dropout, no_dropout
+    return torch.ops.aten._flash_attention_backward(*inputs, scale=scale, **_window(table))
 
 
 def _torch_obstacle(case: AttentionCase) -> str | None:
@@ -70,7 +69,7 @@ def _package_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, 
     return _lengths(table, q) | {
         "dropout_p": 0.0,
         "softmax_scale": scale,
-        "causal": True,
+        "causal": table.causal,
         "window_size_left": -1 if table.window is None else table.window,
         "window_size_right": -1 if table.window is None else 0,
         "softcap": 0.0,
@@ -112,14 +111,14 @@ def _hopper_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, A
 
 
 def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
-    out, lse, *_ = _flash_attn_3()._flash_attn_forward(q, k, v, causal=True, **_hopper_options(table, q, scale))
+    out, lse, *_ = _flash_attn_3()._flash_attn_forward(q, k, v, causal=table.causal, **_hopper_options(table, q, scale))
     return out, (lse,)
 
 
 def _hopper_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
 ) -> Gradients:
-    run, options = _flash_attn_3()._flash_attn_backward, _hopper_options(table, q, scale) | {"is_causal": True}
+    run, options = _flash_attn_3()._flash_attn_backward, _hopper_options(table, q, scale) | {"is_causal": table.causal}
     return _backward_by(run, grad, (q, k, v, out, saved[0]), options)
 
 

@@ -69,9 +69,9 @@ def _options(function: Callable[..., Any], table: SegmentTable, q: Tensor, scale
         "o_format": _FORMAT,
         "do_format": _FORMAT,
         "attn_bias_type": "no_bias",
-        "attn_mask_type": "padding_causal_bottom_right",
-        "window_size": (-1 if table.window is None else table.window, 0),
-        "bottom_right_diagonal": True,
+        "attn_mask_type": "padding_causal_bottom_right" if table.causal else "padding",
+        "window_size": (-1 if table.window is None else table.window, 0 if table.causal else -1),
+        "bottom_right_diagonal": table.causal,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     return {name: value for name, value in wanted.items() if name in _parameters(function)}
@@ -97,9 +97,9 @@ def _backward(
     return dq, dk, dv
 
 
-def _of_heads(saved: Saved, own: slice) -> Saved:
+def _of_heads(saved: Saved, own: slice, tokens: slice | Tensor = slice(None)) -> Saved:
     """Select heads of the saved log-sum-exp, ``[tokens, heads, 1]``; the saved generator state that follows it is kept."""
-    return saved[0][:, own].contiguous(), *saved[1:]
+    return saved[0][tokens, own].contiguous(), *saved[1:]
 
 
 def _obstacle(case: AttentionCase) -> str | None:

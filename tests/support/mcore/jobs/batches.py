@@ -33,11 +33,14 @@ from tests.support.runtime.synthetic_sequences import MemoryDataset
 
 CONTEXT, VOCABULARY = 256, 95
 OPTIONS, SPLIT = "--epp-offload --epp-slices 3", "--epp-split-weight-gradient"
+LATENT = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 20 "
+LATENT += "--rope-type rope --no-rope-fusion"
 # By name: processes, model and flags.
 RUNS = {
     "llama": (2, "llama", ""),
     "grouped, with dropout": (2, "grouped", "--hidden-dropout 0.1"),
     "grouped in bf16, ten slices": (2, "grouped", "--bf16 --epp-slices 10"),
+    "latents": (2, "llama", f"{LATENT} --epp-latents on"),
     "weights apart, there and back": (2, "gpt2", f"{SPLIT} --num-virtual-stages-per-pipeline-rank 2 --epp-placement v"),
 }
 

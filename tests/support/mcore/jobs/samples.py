@@ -2,31 +2,35 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import megatron_epp
+from megatron_epp.features.trees import common_rows, tree_cascade
 from megatron_epp.losses import Average, ClippedRatio, ClippedValue, Distillation, NextToken, Preference
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 
 LENGTHS = (40, 10, 24, 4, 18, 56)
 """Positions of the samples; all train, and two replicas have three each."""
+SIBLINGS = (40, 44, 48, 4, 50, 56)
+"""Of samples of which all but the shortest begin alike."""
 CAP_BYTES = 180_000
 """Cap on a rank's memory that is too low for the longest samples, and leaves room for the others."""
 SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
 
 
-def made(prompt: int = 0) -> list[dict[str, Any]]:
+def made(prompt: int = 0, lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
     """Samples; those of more than `prompt` tokens begin with as many equal ones, which are not trained."""
     random = torch.Generator().manual_seed(4)
     found = []
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         tokens = length + 1
         found.append(
             {
@@ -41,7 +45,7 @@ def made(prompt: int = 0) -> list[dict[str, Any]]:
         if len(sample["tokens"]) > prompt + 1:
             sample["tokens"][:prompt] = found[0]["tokens"][:prompt]
             sample["trained"][:prompt] = 0
-    found[3]["trained"] = (torch.arange(LENGTHS[3] + 1) == 2).int()  # one token alone
+    found[3]["trained"] = (torch.arange(lengths[3] + 1) == 2).int()  # one token alone
     return found
 
 
@@ -73,13 +77,14 @@ def grpo(
     part: str | None = None,
     plans: Mapping[str, Any] | None = None,
     prompt: int = 0,
+    lengths: Sequence[int] = LENGTHS,
     **settings: Any,
 ) -> dict[str, Any]:
     """Return how far two trainings in slices are from one by Megatron's schedule, and a third by it afterwards. Of the model a
     part of `adapters.freeze` trains, or all. `plans` are more settings of `wrap_samples`.
     """
     settings |= {"replicas": replicas, "tensor_parallel": tensor_parallel, "calculate_per_token_loss": per_token}
-    loop = begin(LENGTHS, stages, **settings)
+    loop = begin(lengths, stages, **settings)
     if part is not None:
         from tests.support.mcore.adapters import freeze
 
@@ -87,7 +92,7 @@ def grpo(
             freeze(model, part)
     from megatron.core import parallel_state
 
-    samples = made(prompt)
+    samples = made(prompt, lengths)
     training = DataParallel(loop, samples, partial(whole_step, per_token=per_token))
     chunks = training.chunks
     names = [sorted(chunk.state_dict()) for chunk in chunks]
@@ -122,6 +127,14 @@ def grpo(
         "num_gradients": len(expected),
         "names": names == [sorted(chunk.state_dict()) for chunk in chunks],
     }
+
+
+def siblings(**settings: Any) -> dict[str, Any]:
+    """Return what `grpo` does of five samples of one prompt, all of whose rows in common are read at once; and these calls."""
+    at_once = patch.object(tree_cascade, "cascaded", wraps=tree_cascade.cascaded)
+    with at_once as calls, patch.multiple(common_rows, LEAST_ROWS=0, ROWS_PER_TOKEN=0):
+        found = grpo(prompt=36, lengths=SIBLINGS, plans={"share_prefixes": True}, **settings)
+    return found | {"at_once": calls.call_count}
 
 
 def steps(prompt: int, count: int = 20, stages: int | None = None, **settings: Any) -> dict[str, Any]:
