@@ -77,7 +77,7 @@ WRONG = [
 @pytest.mark.parametrize(("text", "says"), WRONG)
 def test_lengths_that_no_tree_has_are_refused_by_sequence_or_line(text, says, capsys):
     with pytest.raises(EppError) as refusal:
-        parents.read(text)
+        parents.read(text, has_lines="\n" in text)
     assert says in refusal.value.message
     if "{" not in text and "\n" not in text:
         assert main(["plan", "--lengths", text, *SMALL]) == 2

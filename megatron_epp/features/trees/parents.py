@@ -1,4 +1,4 @@
-"""Lengths of sequences of which some name a parent, with whose first tokens they begin, as users write them."""
+"""Lengths of sequences as users write them. Some may name a parent, with whose first tokens they begin."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ _KEYS = ("tokens", "parent", "shared")
 _WORD = re.compile(r"(\d{1,10})(?:@(\d{1,10}):(\d{1,10}))?")
 
 
-def read(text: str) -> Lengths:
+def read(text: str, has_lines: bool = False) -> Lengths:
     """Read numbers of tokens, ``6000`` or ``5500@0:2000`` for a sequence whose first 2000 tokens are those of sequence 0; or
-    JSON, a line for each: ``{"tokens": 5500, "parent": 0, "shared": 2000}``. Raises `EppError`.
+    JSON, a line for each: ``{"tokens": 5500, "parent": 0, "shared": 2000}``. Raises `EppError`, which names the line of a file.
     """
-    rows = [*(_objects if text.lstrip().startswith("{") else _words)(text)]
+    rows = [*(_objects(text) if text.lstrip().startswith("{") else _words(text, has_lines))]
+    if not rows:
+        raise EppError("no lengths")
     lengths, parents = [tokens for tokens, _ in rows], [parent for _, parent in rows]
     return Lengths(tuple(lengths), borrowed=resolved(lengths, parents))
 
 
 def resolved(lengths: Sequence[int], parents: Sequence[Borrowed]) -> tuple[Borrowed, ...]:
     """Return what sequences borrow of those that hold it, given any that has it; empty if none shares. Raises `EppError`."""
+    if not any(parent != NOTHING_BORROWED for parent in parents):
+        return ()
     _check(lengths, parents)
     holders = (path_of(*parent, parents)[-1].sequence if parent.tokens else -1 for parent in parents)
-    borrowed = tuple(Borrowed(holder, shared) for holder, (_, shared) in zip(holders, parents, strict=True))
-    return borrowed if any(shared for _, shared in borrowed) else ()
+    return tuple(Borrowed(holder, shared) for holder, (_, shared) in zip(holders, parents, strict=True))
 
 
 def words(batch: Lengths | Plan) -> str:
@@ -98,11 +101,11 @@ def _batch(lengths: Sequence[int], borrowed: Sequence[Borrowed]) -> Lengths:
     return Lengths(tuple(lengths), borrowed=tuple(borrowed) if any(count for _, count in borrowed) else ())
 
 
-def _words(text: str) -> Iterator[tuple[int, Borrowed]]:
+def _words(text: str, has_lines: bool) -> Iterator[tuple[int, Borrowed]]:
     for number, line in enumerate(text.split("\n"), 1):
         for word in line.replace(",", " ").split():
             if (match := _WORD.fullmatch(word)) is None or not 0 < int(match[1]) <= MOST_SIZE:
-                where = f"line {number}: " * ("\n" in text.strip())
+                where = f"line {number}: " * has_lines
                 form = "a number of tokens (a whole number, 1 to 2,147,483,647), or of tokens@parent:shared"
                 raise EppError(f"{where}{brief(word)} is not {form}{nearest_number(word)}")
             yield int(match[1]), Borrowed(int(match[2]), int(match[3])) if match[2] else NOTHING_BORROWED

@@ -30,7 +30,7 @@ SOURCES = (
     '{"tokens": 5500, "parent": 0, "shared": 2000}, is a sequence whose first 2,000 tokens are those of the first, sequence 0'
 )
 """Help text for the sources that `read_lengths` accepts."""
-PARENTS = "megatron_epp.features.trees.parents:"  # functions for sequences with parents, imported where there are some
+PARENTS = "megatron_epp.features.trees.parents:"  # functions for lengths, some of which may have parents
 
 
 def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
@@ -101,12 +101,12 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> Length
         return Lengths(tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist()))
     if re.fullmatch(r"[\d,\s@:]+", source):
         with naming_file(f"--lengths {brief(source)}"):
-            return _numbers(source)
+            return of_parents("read", source)
     if source == "-":
         with naming_file("--lengths -"):
             if len(text := sys.stdin.read(MOST_BYTES + 1)) > MOST_BYTES:
                 raise EppError(f"more than {MOST_BYTES:,} characters, the most that are read")
-            return _numbers(text, has_lines=True)
+            return of_parents("read", text, True)
     path, todo = Path(source), "give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
     if not path.is_file() and Path(f"{source}.idx").is_file():  # the prefix of a .bin/.idx pair
         return _index(Path(f"{source}.idx"))
@@ -123,20 +123,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> Length
         missing = "" if index.is_file() else "; it is not there"
         raise EppError(f"--lengths {source} holds the tokens of documents, not their lengths: those are in {index}{missing}")
     with naming_file(f"--lengths {source}"):
-        return _numbers(read_text(path), has_lines=True)
-
-
-def _numbers(text: str, *, has_lines: bool = False) -> Lengths:
-    if "@" in text or text.lstrip().startswith("{"):
-        return of_parents("read", text)
-    words = text.replace(",", " ").split()
-    if wrong := next((word for word in words if not _is_count(word)), None):
-        number = next(at for at, line in enumerate(text.split("\n"), start=1) if wrong in line.replace(",", " ").split())
-        where = f"line {number}: " * has_lines + brief(wrong)
-        raise EppError(f"{where} is not a number of tokens (a whole number, 1 to 2,147,483,647){nearest_number(wrong)}")
-    if not words:
-        raise EppError("no lengths")
-    return Lengths(tuple(map(int, words)))
+        return of_parents("read", read_text(path), True)
 
 
 def _index(path: Path) -> Lengths:
