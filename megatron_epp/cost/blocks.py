@@ -121,6 +121,8 @@ class BlockCosts(PartCosts):
 
     def kept_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes kept from forward to backward in addition, which are not proportional to tokens."""
+        if not (self.state_bytes or self.tail_bytes):
+            return 0.0 * work.tokens
         states, tails = work.handed(self.state_tokens)
         return states * self.state_bytes + tails * self.tail_bytes
 

@@ -133,8 +133,6 @@ class ChunkWork:
     # span_work, span_kept: of the spans that a chunk holds (`TokenSpan`); None without any
     span_work: TimeColumn | None = None
     span_kept: TimeColumn | None = None
-    # Of the states of a chunk the tokens ahead, and how often they are kept, ``[2, states]``; None where slices alone have some
-    cuts: NDArray[np.object_] | None = None
 
     @property
     def kv_offload(self) -> BoolColumn:
@@ -153,9 +151,6 @@ class ChunkWork:
 
     def handed(self, state_tokens: int) -> tuple[TimeColumn, BoolColumn | IntColumn]:
         """Numbers of states that chunks keep, where one behind fewer tokens is a part, and of slices that go on from one."""
-        if self.cuts is not None:
-            states = [(np.minimum(1, own[0] / max(1, state_tokens)) * own[1]).sum() for own in self.cuts]
-            return np.array(states, dtype=np.float64), self.sliced & ~self.first
         goes_on = self.sliced & ~self.last | (False if self.begun is None else self.begun.sliced)
         share = np.minimum(1.0, (self.prefix_tokens + self.tokens) / max(1, state_tokens))
         return np.where(goes_on, share, 0.0), self.sliced & ~self.first

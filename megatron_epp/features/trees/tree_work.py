@@ -31,10 +31,13 @@ class TreeWork(ChunkWork):
     first_backward: IntColumn
     is_read: IntColumn  # 1 for segments that others read
     repeated: IntColumn
+    # Of the states of a chunk the tokens ahead, and how often they are kept, ``[2, state, chunk]``; 0 where there is none
+    states: IntColumn
     entered: IntColumn  # parts of segments that begin with a state
 
     def handed(self, state_tokens: int) -> tuple[TimeColumn, IntColumn]:
-        return ChunkWork.handed(self, state_tokens)[0], self.entered
+        tokens, times = self.states
+        return np.sum(np.minimum(1.0, tokens / max(1, state_tokens)) * times, axis=0), self.entered
 
     @property
     def gathered_tokens(self) -> IntColumn:
@@ -65,7 +68,7 @@ class TreeWork(ChunkWork):
 
 
 def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, int]]:
-    """Yield an entry of `ChunkWork.cuts` for each state of a chunk.
+    """Yield an entry of `TreeWork.states` for each state of a chunk.
 
     Every part that begins with a state has a copy of its rows in front of its own. Of several chunks that begin with one some
     may have run backward ahead of the others' forwards, so it is there with the sum of gradients. A sum of two or more is in
@@ -93,7 +96,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
     segments[0] += padding
     parts, others = cut_chunks(chunks, batch.borrowed)
-    cuts = (np.array([*_kept(own, others)], dtype=np.int64).reshape(-1, 2).T for own in parts)
+    states = [*zip_longest(*(_kept(own, others) for own in parts), fillvalue=(0, 0))]
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
         "first": every,
@@ -101,7 +104,6 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         "begun": None,
         "prefix_tokens": np.array([sum(part.start for part in chunk.segments) for chunk in chunks], dtype=np.int64),
         "cache_tokens": plain.tokens,
-        "cuts": np.fromiter(cuts, dtype=np.object_, count=len(chunks)),
         "num_slices": np.full(len(chunks), 1 + max(readers.values(), default=0)),
     }
     return TreeWork(
@@ -109,6 +111,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         segments=segments,
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
+        states=np.array(states, dtype=np.int64).reshape(-1, len(chunks), 2).transpose(2, 0, 1),
         entered=np.array([sum(part.before is not None for part in own) for own in parts], dtype=np.int64),
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
         repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
