@@ -39,7 +39,7 @@ class CommonRows(NamedTuple):
 
 def common_rows(segments: Sequence[Segment], reads: Reads) -> tuple[CommonRows, ...]:
     """Return what segments of a chunk have in common, by level, where that is worth a call."""
-    return tuple(sorted(_below(segments, reads, tuple(range(len(segments))), 0, 0, 0)))
+    return tuple(sorted(_below(segments, reads, tuple(range(len(segments))), 0, 0, 0))) if len(segments) > 1 else ()
 
 
 def _below(

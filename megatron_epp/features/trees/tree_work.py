@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_epp.features.trees.common_rows import common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
 from megatron_epp.features.trees.state_cuts import Cut, Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.order import descending
 
@@ -31,13 +33,13 @@ class TreeWork(ChunkWork):
     first_backward: IntColumn
     is_read: IntColumn  # 1 for segments that others read
     repeated: IntColumn
-    # Of the states of a chunk the tokens ahead, and how often they are kept, ``[2, state, chunk]``; 0 where there is none
-    states: IntColumn
-    entered: IntColumn  # parts of segments that begin with a state
+    # Of the states of a chunk the tokens ahead, and how often they are kept, ``[2, state, chunk]``, 0 where there is none; and
+    # the number of its parts that begin with a state. A function, since few models have any.
+    states: Callable[[], tuple[IntColumn, IntColumn]]
 
     def handed(self, state_tokens: int) -> tuple[TimeColumn, IntColumn]:
-        tokens, times = self.states
-        return np.sum(np.minimum(1.0, tokens / max(1, state_tokens)) * times, axis=0), self.entered
+        (tokens, times), entered = self.states()
+        return np.sum(np.minimum(1.0, tokens / max(1, state_tokens)) * times, axis=0), entered
 
     @property
     def gathered_tokens(self) -> IntColumn:
@@ -65,6 +67,13 @@ class TreeWork(ChunkWork):
         total = np.zeros(sizes.shape[1], dtype=sizes.dtype)
         np.add.at(total, chunks, sizes)
         return total
+
+
+def _states_of(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed]) -> tuple[IntColumn, IntColumn]:
+    parts, others = cut_chunks(chunks, borrowed)
+    rows = [*zip_longest(*(_kept(own, others) for own in parts), fillvalue=(0, 0))]
+    entered = np.array([sum(part.before is not None for part in own) for own in parts], dtype=np.int64)
+    return np.array(rows, dtype=np.int64).reshape(-1, len(chunks), 2).transpose(2, 0, 1), entered
 
 
 def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, int]]:
@@ -95,8 +104,6 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
     segments[0] += padding
-    parts, others = cut_chunks(chunks, batch.borrowed)
-    states = [*zip_longest(*(_kept(own, others) for own in parts), fillvalue=(0, 0))]
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
         "first": every,
@@ -111,8 +118,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         segments=segments,
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
-        states=np.array(states, dtype=np.int64).reshape(-1, len(chunks), 2).transpose(2, 0, 1),
-        entered=np.array([sum(part.before is not None for part in own) for own in parts], dtype=np.int64),
+        states=cache(partial(_states_of, chunks, batch.borrowed)),
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
         repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )
