@@ -119,7 +119,8 @@ FEATURES = (
     Feature(
         "local search",
         "a plan of few chunks takes up to 5 % less time: tests/pure/test_planner_quality.py",
-        planned=lambda problem, options: options.steps != 0,
+        # It keeps the forwards of a run ahead of all its backwards, which branches do not unless losses join them.
+        planned=lambda problem, options: options.steps != 0 and bool(problem.loss_groups or not problem.borrowed),
         finish=f"{_HERE}local_search.improvement:finish",
     ),
     Feature(
