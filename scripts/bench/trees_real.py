@@ -67,8 +67,8 @@ def run(rank: int, batch: Groups, rounds: int, folder: str) -> dict[str, list[di
         dist.barrier()
         schedules[name](model=model, samples=samples)
 
-    for name in schedules:
-        for _ in range(LEARNING):
+    for _ in range(LEARNING):
+        for name in schedules:
             train(name)
     for order in turns(tuple(schedules), rounds):
         for name in order:
