@@ -136,7 +136,7 @@ class Executor:
             return
         tokens = max(map(self.plan.padded_tokens, range(len(self.plan.chunks))))
         shape, dtype, device = next(iter(self.stages.values())).message(tokens)
-        if self.links.uses_slots(device):
+        if self.links.slots_on_cpu or device.type != "cpu":
             slots = slots_of(self.plan, self.rank, self._actions)
             self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
 

@@ -130,15 +130,11 @@ class Links:
                 if heard.item() != direction.sender:
                     raise EppError(f"pipeline rank {self.position} expects rank {direction.sender} and hears {heard.item()}")
 
-    def uses_slots(self, device: torch.device) -> bool:
-        return self.slots_on_cpu or device.type != "cpu"
-
     def open_slots(self, slots: Mapping[Direction, int], num_bytes: int, device: torch.device) -> None:
         """Keep messages in so many slots of each direction from now on. All messages before have been sent and received."""
-        for direction in [
-            direction for direction, ring in self._rings.items() if ring.shape != (slots.get(direction), num_bytes)
-        ]:
-            del self._rings[direction]
+        for direction, ring in [*self._rings.items()]:
+            if ring.shape != (slots.get(direction), num_bytes):
+                del self._rings[direction]
         for direction, count in slots.items():
             if direction not in self._rings:
                 self._rings[direction] = _Ring([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)])

@@ -60,10 +60,8 @@ def explain(case: LossCase) -> tuple[LossKernel | None, str]:
     Every rank on which a supported kernel fails verification logs a warning.
     """
     obstacle = LIGER.obstacle(case)
-    if not obstacle:
-        obstacle = _failed_verification(LIGER, case)
-        if obstacle:
-            logger.warning("%s is not used here: %s. Losses take more memory, which plans count", LIGER.name, obstacle)
+    if not obstacle and (obstacle := _failed_verification(LIGER, case)):
+        logger.warning("%s is not used here: %s. Losses take more memory, which plans count", LIGER.name, obstacle)
     return (None, f"{LIGER.name}: {obstacle}") if obstacle else (LIGER, "")
 
 
