@@ -186,8 +186,7 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
     sizes = tabulate([*chain.from_iterable(runs)], problem, costs, work=work)
     away = sizes
     if options.offload:
-        without = replace(work, cache_tokens=0 * work.cache_tokens)
-        away = tabulate([*chain.from_iterable(runs)], problem, costs, work=without)
+        away = tabulate([*chain.from_iterable(runs)], problem, costs, work=replace(work, cache_tokens=0 * work.cache_tokens))
     starts = [*accumulate(map(len, runs), initial=0)]
     ends = np.array(starts[1:]) - 1
     rooms = [message_room(problem, sizes.message_bytes[begin:stop]) for begin, stop in pairwise(starts)]

@@ -137,8 +137,7 @@ class Executor:
         tokens = max(map(self.plan.padded_tokens, range(len(self.plan.chunks))))
         shape, dtype, device = next(iter(self.stages.values())).message(tokens)
         if self.links.slots_on_cpu or device.type != "cpu":
-            slots = slots_of(self.plan, self.rank, self._actions)
-            self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
+            self.links.open_slots(slots_of(self.plan, self.rank, self._actions), math.prod(shape) * dtype.itemsize, device)
 
     def perform(self, action: Action, handler: Handler) -> None:
         """Run an action, as a handler does that runs another one with its own."""

@@ -66,7 +66,6 @@ class StateSpaceLayer:
 
     def _packed(self, rows: Tensor, table: SegmentTable, first: int, stop: int) -> Tensor:
         """Return the output of the chunk's segments ``[first, stop)``, of which `rows` are."""
-        several = stop - first > 1
-        named = {"seq_idx": table.numbers(rows.device, first)[None, : len(rows)]} if several else {}
+        named = {"seq_idx": table.numbers(rows.device, first)[None, : len(rows)]} if stop - first > 1 else {}
         out: Tensor = self.scan(rows[None], **named)
         return out[0]

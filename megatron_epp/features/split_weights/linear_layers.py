@@ -90,8 +90,7 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
     for module in able:
         if isinstance(module, _OF_MEGATRON):
             # Not `forward`, which also gathers the output or adds it up over tensor-parallel ranks.
-            own = functools.partial(_forward, module, module._forward_impl, gradients)
-            put(module, "_forward_impl", own, wraps=False)
+            put(module, "_forward_impl", functools.partial(_forward, module, module._forward_impl, gradients), wraps=False)
         else:
             _take_over(module, gradients)
     return len(able), obstacles

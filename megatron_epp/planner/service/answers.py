@@ -54,12 +54,7 @@ def load(options: Options) -> None:
 
 
 def plans_of_batch(
-    problem: Problem,
-    costs: Costs,
-    options: Options,
-    lockstep_group: int,
-    lockstep_groups: LockstepGroups,
-    grain: float,
+    problem: Problem, costs: Costs, options: Options, lockstep_group: int, lockstep_groups: LockstepGroups, grain: float
 ) -> PackedPlans:
     """Divide a batch over replicas, and plan the shares of a group's. Arguments as in `port.planning.BackgroundPlanner`."""
     start_s = time.perf_counter()
@@ -75,8 +70,7 @@ def plans_of_batch(
         with contextlib.suppress(EppError):
             plans = _plans(problems, costs, replace(options, slices=max(1, round(grain * most))))
     planning_us = (time.perf_counter() - start_s) * 1e6
-    every = zip(plans, shares, strict=True)
-    return tuple(pack(plan, planning_us, share, division.checksum) for plan, share in every)
+    return tuple(pack(plan, planning_us, share, division.checksum) for plan, share in zip(plans, shares, strict=True))
 
 
 @functools.lru_cache(CACHED_PLANS)

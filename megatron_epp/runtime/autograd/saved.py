@@ -106,8 +106,7 @@ class SavedTensors:
         self.peak_bytes = 0
         self._others = others
         # Storages go by weak references, which keep their identity (not their memory) from being taken by another storage.
-        ignored = (StorageWeakRef(p.untyped_storage()) for p in parameters)
-        self._ignored = {ref.cdata: ref for ref in ignored}
+        self._ignored = {ref.cdata: ref for ref in (StorageWeakRef(p.untyped_storage()) for p in parameters)}
         self._storages: dict[int, Any] = {}  # of `Storage`, or a subclass's kind of it
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, lambda held: held.tensor())
 

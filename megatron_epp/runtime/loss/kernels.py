@@ -111,8 +111,7 @@ def _launch(logits: Tensor, labels: Tensor, has_gradients: bool) -> Tensor:
     """Run Liger's kernel with one program per token; return the losses, ``[tokens]`` in fp32."""
     kernel, losses = _liger(), torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     arguments = _arguments(logits, labels, losses, has_gradients)
-    warps = 16 if torch.version.hip else 32
-    kernel[(len(logits),)](**{name: arguments[name] for name in kernel.arg_names}, num_warps=warps)
+    kernel[(len(logits),)](**{name: arguments[name] for name in kernel.arg_names}, num_warps=16 if torch.version.hip else 32)
     return losses
 
 

@@ -98,8 +98,10 @@ class _BlockLosses(torch.autograd.Function):
                 grad = subtract_column(rows @ weight.t(), log_sum[part, None])
                 if len(grad_values) == 1:
                     grad.exp_().scatter_add_(1, index[part], -is_here[part].to(grad.dtype))
-                    scaled = grad if grad.dtype == x.dtype else torch.empty_like(grad, dtype=x.dtype)
-                    grad = torch.mul(grad, of_losses, out=scaled)  # in one pass
+                    # In one pass, and in place if the input has the same type; a name for `out` would keep it for the next block.
+                    grad = torch.mul(
+                        grad, of_losses, out=grad if grad.dtype == x.dtype else torch.empty_like(grad, dtype=x.dtype)
+                    )
                 else:
                     factor = of_losses.sum(1, keepdim=True)
                     if more:  # the gradient of an entropy is -p (log p + entropy)

@@ -57,8 +57,7 @@ def exports(settings: Settings, masked: bool = False) -> list[str]:
     from omegaconf import OmegaConf  # which `megatron-core[training]` brings
 
     text = re.sub(r"\$\{\s*oc\.env\s*:\s*", "${oc.select:variables.", settings.text)
-    markers = {"variables": {name: f"@epp-env@{name}@" for name in os.environ}}
-    config = OmegaConf.merge(OmegaConf.create(text), markers)
+    config = OmegaConf.merge(OmegaConf.create(text), {"variables": {name: f"@epp-env@{name}@" for name in os.environ}})
     lines = []
     for name in sorted(settings.launch.environment or {}):
         if (value := config.launch.environment[name]) is not None:

@@ -246,8 +246,7 @@ def save_page(shown: Sequence[Shown], path: str | Path) -> None:
 
 def embedded(data: object) -> str:
     """Format data as JSON that can stand in a `script` element: texts in it cannot end the element."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-    return text.replace("<", "\\u003c")
+    return json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True).replace("<", "\\u003c")
 
 
 def _asset(name: str) -> str:
