@@ -98,7 +98,7 @@ class _BlockLosses(torch.autograd.Function):
                 grad = subtract_column(rows @ weight.t(), log_sum[part, None])
                 if len(grad_values) == 1:
                     grad.exp_().scatter_add_(1, index[part], -is_here[part].to(grad.dtype))
-                    # In one pass, and in place if the input has the same type; a name for `out` would keep it for the next block.
+                    # In one pass, in place if the input has this type; a name for `out` would keep it for the next block.
                     grad = torch.mul(
                         grad, of_losses, out=grad if grad.dtype == x.dtype else torch.empty_like(grad, dtype=x.dtype)
                     )
