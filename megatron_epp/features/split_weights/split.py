@@ -154,8 +154,8 @@ def advance(rank: int, whole: Whole, columns: PassTable, filled: Filled, gap_sha
             if filled.waiting_bytes[rank] + extra <= free and filled.clock_us[rank] + weight_us * gap_share > arrived:
                 break
             run_weight(rank, columns, filled)
-        takes_time = columns.action_us[WEIGHT * columns.num_items + item] > 0
-        is_split = kind == BACKWARD and extra <= free and takes_time and leaves_bytes(columns, item)
+        is_split = kind == BACKWARD and extra <= free and leaves_bytes(columns, item)
+        is_split = is_split and columns.action_us[WEIGHT * columns.num_items + item] > 0  # else there is no time to delay
         filled.actions[filled.ends[rank]] = whole.actions[at]
         filled.ends[rank] += 1
         took_us = whole.split_us[node] if is_split else whole.whole_us[node]

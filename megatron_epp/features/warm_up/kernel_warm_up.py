@@ -117,6 +117,10 @@ class KernelWarmUp:
         wanted = () if self.choice == "off" else self.heads
         self._active = [heads for heads in wanted if self.choice == "on" or heads.kernel.builds_plans]
 
+    @property
+    def is_active(self) -> bool:
+        return bool(self._active)
+
     def before(self, layouts: Iterable[ChunkLayout], repeats: bool = False) -> int:
         """Run the classes of an iteration's chunks that have not run yet, and return their number.
 
@@ -178,7 +182,7 @@ class AttentionWarmUp(RunFeature):
         self._warm_up = KernelWarmUp(tuple(heads), run.args.seq_length, run.args.epp_warm_up, offloads(run.args))
 
     def before(self, batch: GlobalBatch) -> None:
-        if self._warm_up is not None and batch.plan is not None:
+        if self._warm_up is not None and self._warm_up.is_active and batch.plan is not None:
             with self._run.watching("warms up attention"):
                 attends_again = any(recompute.attention_layers for row in batch.plan.recompute for recompute in row)
                 self._warm_up.before(batch.prepared.program.layouts, attends_again)

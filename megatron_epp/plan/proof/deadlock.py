@@ -92,8 +92,7 @@ class _Events(NamedTuple):
 
 def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
     """Find the events of the rows of all replicas, one after another."""
-    none = np.zeros(0, dtype=np.int64)
-    columns, rows, count = [(none,) * 6], list[slice](), 0
+    columns, rows, count = [(np.zeros(0, dtype=np.int64),) * 6], list[slice](), 0
     for replica, launches in enumerate(replicas):
         sides = [_Shared.of(op, replica, launches.num_ranks, lockstep) for op in launches.ops]
         shared = _Shared(*map(launches.by_op, zip(*sides, strict=True))) if sides else _Shared(*[launches.op] * 6)

@@ -43,8 +43,7 @@ def load_planner(options: tuple[Options, ...] = LOADED_OPTIONS) -> None:
     problem = Problem((70, 9, 33, 64, 12, 5), (0, 1), (planner.UNLIMITED_BYTES,) * 2)
     for asked in options:
         settings = replace(asked, planner="greedy", steps=1, chunk_tokens=None, slices=None, context=None)
-        free = planner.plan(problem, costs, settings)
-        cap_bytes = tuple(int(0.8 * peak) for peak in free.predicted.peak_bytes)
+        cap_bytes = tuple(int(0.8 * peak) for peak in planner.plan(problem, costs, settings).predicted.peak_bytes)
         planner.plan(replace(problem, cap_bytes=cap_bytes), costs, settings)
 
 

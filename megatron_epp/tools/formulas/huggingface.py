@@ -146,7 +146,8 @@ def experts(config: Config) -> Flags:
     flags |= {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
     # The expert that all tokens pass is as wide as several routed ones, or of a width of its own.
     width = config.size("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=0, least=0)
-    width = width or config.size("n_shared_experts", default=0, least=0) * config.size("moe_intermediate_size", default=0)
+    several = config.size("n_shared_experts", default=0, least=0)
+    width = width or several * config.size("moe_intermediate_size", default=0)
     return flags | ({"moe_shared_expert_intermediate_size": width} if width else {}) | _expert_layers(config)
 
 

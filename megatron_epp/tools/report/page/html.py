@@ -137,8 +137,7 @@ def _lanes(actions: Sequence[Action], counts: Sequence[int], starts: Sequence[fl
 
 def _times(values: Iterable[float]) -> list[float]:
     """Round times; whole numbers become integers, which are shorter as text."""
-    rounded = (round(value, _DECIMALS) for value in values)
-    return [int(value) if value == int(value) else value for value in rounded]
+    return [int(value) if value == int(value) else value for value in (round(value, _DECIMALS) for value in values)]
 
 
 def _reasons(graph: Graph, binding: Sequence[BindingDependency], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
