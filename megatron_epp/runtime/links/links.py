@@ -132,9 +132,10 @@ class Links:
 
     def open_slots(self, slots: Mapping[Direction, int], num_bytes: int, device: torch.device) -> None:
         """Keep messages in so many slots of each direction from now on. All messages before have been sent and received."""
-        for direction, ring in [*self._rings.items()]:
-            if ring.shape != (slots.get(direction), num_bytes):
-                del self._rings[direction]
+        for direction in [
+            direction for direction, ring in self._rings.items() if ring.shape != (slots.get(direction), num_bytes)
+        ]:
+            del self._rings[direction]
         for direction, count in slots.items():
             if direction not in self._rings:
                 self._rings[direction] = _Ring([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)])
