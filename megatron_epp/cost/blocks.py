@@ -141,8 +141,7 @@ class BlockCosts(PartCosts):
         is_unlike = self.cached_share < 1
         early = full * work.tokens + gradient if is_unlike else (full - cached) * work.tokens
         comes = gradient if is_unlike else np.where(late > early, gradient, 0.0)
-        prefixes = np.where(late > early, prefix, 0.0)
-        return np.maximum(early, late), comes, prefixes
+        return np.maximum(early, late), comes, np.where(late > early, prefix, 0.0)
 
     def passing_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes that the backward of a block behind the layers needs for a moment: gradients of a prefix, and if weight

@@ -57,8 +57,7 @@ class KVBytes:
 
         # Where rows are read once for several segments, gradients of two calls are put together
         seen = np.where(work.repeated_tokens > 0, 2 * (seen - work.repeated_tokens), seen)
-        parts = head_parts(self.heads)
-        all_heads, piece = transient(seen, self.heads), transient(seen, self.heads // parts)
+        all_heads, piece = transient(seen, self.heads), transient(seen, self.heads // head_parts(self.heads))
         becomes = work.last & all_at_once(seen, self.heads, head, self.queries_per_key) & ~wider
         resident = all_heads - np.where(becomes, self.bytes_per_token * seen, 0.0)
         return np.maximum(np.where(work.kv_offload, piece, resident) - transient(work.tokens, self.heads), 0.0)

@@ -110,5 +110,4 @@ NO_STATIC = Static()
 
 def room_bytes(free_bytes: int, reserved_bytes: int) -> int:
     """Bytes that a rank may hold at most on a device after set-up, where torch's allocator has reserved some, in use or not."""
-    room = free_bytes + reserved_bytes - SETUP_MARGIN_BYTES
-    return max(0, room // _CAP_STEP_BYTES * _CAP_STEP_BYTES)
+    return max(0, (free_bytes + reserved_bytes - SETUP_MARGIN_BYTES) // _CAP_STEP_BYTES * _CAP_STEP_BYTES)

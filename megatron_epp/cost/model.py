@@ -156,8 +156,7 @@ class PipelineCosts:
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Bytes kept from forward to backward, without the cache of a sliced sequence's keys and values."""
-        none = np.zeros(len(work.tokens), dtype=np.int64)
-        return sum(self.activation_items(stage, work, recompute).values(), none)
+        return sum(self.activation_items(stage, work, recompute).values(), np.zeros(len(work.tokens), dtype=np.int64))
 
     def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> dict[str, IntColumn]:
         """Bytes of `activation_bytes` by item. Their sum is rounded, not each of them."""
@@ -290,8 +289,7 @@ class PipelineCosts:
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of `activation_bytes` that the last stage's backward frees before it reaches the layers."""
-        heads = [block for block in self.stages[stage].ends if block.kind == HEAD]
-        return self._freed_bytes(self._kept_bytes(heads, work))
+        return self._freed_bytes(self._kept_bytes([block for block in self.stages[stage].ends if block.kind == HEAD], work))
 
     def _kept_bytes(self, blocks: Iterable[BlockCosts], work: ChunkWork) -> TimeColumn:
         return sum((block.kept_per_token(work) * work.tokens + block.kept_bytes(work) for block in blocks), 0.0 * work.tokens)

@@ -139,10 +139,9 @@ def _check(settings: Mapping[str, Any], kind: Any, is_precise: bool, types: Mapp
     if is_precise and kind != "adam":
         raise EppError(f"{flag_of(_PRECISE)} is for {flag_of('optimizer')} adam, not {kind}: leave one of them out")
     lower = [f"{flag_of(name)} {value}" for name, value in types.items() if value != "fp32"]
-    if lower and not is_precise:
-        raise EppError(f"{', '.join(lower)} needs {flag_of(_PRECISE)}: add that, or leave it out")
-    if settings.get("optimizer_cpu_offload") and not is_precise:
-        raise EppError(f"{flag_of('optimizer_cpu_offload')} needs {flag_of(_PRECISE)}: add that, or leave it out")
+    offload = [flag_of("optimizer_cpu_offload")] if settings.get("optimizer_cpu_offload") else []
+    if (needing := lower or offload) and not is_precise:
+        raise EppError(f"{', '.join(needing)} needs {flag_of(_PRECISE)}: add that, or leave it out")
     share = settings.get("optimizer_offload_fraction", 1.0)
     if type(share) not in (int, float) or not 0 <= share <= 1:
         raise EppError(f"{flag_of('optimizer_offload_fraction')} is {brief(share)}; it must be a share, 0 to 1")

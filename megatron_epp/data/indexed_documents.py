@@ -222,8 +222,7 @@ def any_trained(dataset: SequenceDataset, indices: Sequence[int]) -> bool:
 def trained_parts(dataset: SequenceDataset, indices: Sequence[int]) -> tuple[TrainedParts, ...]:
     """Return the trained tokens of sequences, each in equal parts; empty if all their tokens are trained."""
     counts = tuple(_counted(dataset, index) for index in indices)
-    total = sum(int(dataset.lengths[index]) for index in indices)
-    return counts if sum(map(sum, counts)) < total else ()
+    return counts if sum(map(sum, counts)) < sum(int(dataset.lengths[index]) for index in indices) else ()
 
 
 def _counted(dataset: SequenceDataset, index: int) -> TrainedParts:

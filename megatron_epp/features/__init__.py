@@ -63,11 +63,6 @@ class Feature:
     finish: str = ""  # from candidates and the best of them to one no slower; not where replicas run in lockstep
 
 
-def _joins(args: Namespace) -> bool:
-    entry = PLANNERS.entry(getattr(args, "epp_planner", "greedy"))
-    return entry is not None and entry.joins
-
-
 def _by_plans(asked: Asked) -> bool:
     return asked.whole or getattr(asked.args, "epp_schedule", "stock") == "elastic"
 
@@ -126,7 +121,10 @@ FEATURES = (
     Feature(
         "steps of two actions",
         "17 % less time at TP 8, 3 % at TP 2, by formula: docs/schedules.md, stp",
-        wanted=lambda asked: getattr(asked.args, "epp_overlap_exchanges", False) or _joins(asked.args),
+        wanted=lambda asked: (
+            getattr(asked.args, "epp_overlap_exchanges", False)
+            or getattr(PLANNERS.entry(getattr(asked.args, "epp_planner", "greedy")), "joins", False)
+        ),
         run="megatron_epp.contrib.overlap.exchanges:Overlap",
         planned=lambda problem, options: options.overlap_exchanges,
         finish="megatron_epp.contrib.overlap.pairing:finish",

@@ -52,8 +52,7 @@ def nccl_version() -> tuple[int, int, int] | None:
 
 def has_room_for(num_ranks: int) -> bool:
     """True if so many ranks can run here: a GPU each, or shared, which NCCL can from 2.30 on, or on the processor."""
-    gpus = count_gpus()
-    return not 0 < gpus < num_ranks or (nccl_version() or (0,))[:2] >= (2, 30)
+    return not 0 < count_gpus() < num_ranks or (nccl_version() or (0,))[:2] >= (2, 30)
 
 
 def sharing_gpus(num_ranks: int) -> dict[str, str]:

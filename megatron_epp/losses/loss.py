@@ -92,9 +92,7 @@ class Rows:
         return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=torch.finfo(values.dtype).tiny)
 
     def over_groups(self, values: Tensor) -> Tensor:
-        """Sum values of sequences over every group: ``[sequences]``, at the group's number, 0 at others. Raises `EppError`
-        unless the loss is over groups.
-        """
+        """Sum values ``[sequences]`` over every group, at the group's number, 0 at others. Raises `EppError` without groups."""
         if self.group is None or self.sequence is None:
             raise EppError("a loss that adds up over groups of sequences needs Scope.GROUP")
         of_sequence = torch.arange(self.num_sequences, device=values.device).index_copy(0, self.sequence, self.group)

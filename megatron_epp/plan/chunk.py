@@ -111,8 +111,7 @@ def slice_neighbours(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed] = ())
         for sequence, start, _ in chunk.segments:
             if start <= 0:
                 continue
-            holder = path_of(sequence, start, borrowed)[-1].sequence if borrowed else sequence
-            parts = held.get(holder, [])
+            parts = held.get(path_of(sequence, start, borrowed)[-1].sequence if borrowed else sequence, [])
             at = bisect_right(parts, start - 1, key=itemgetter(0)) - 1
             if at >= 0 and parts[at][1] >= start and (before := parts[at][2]) != c:
                 previous[c][before] = None

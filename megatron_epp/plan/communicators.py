@@ -47,8 +47,7 @@ def _connect_order(direction: Direction) -> tuple[bool, int, int, int, bool, boo
 
 def most_links(used: Iterable[Direction]) -> int:
     """Return the largest number of communicators for messages on a rank: each pair of ranks has its own on each group."""
-    ends = Counter(rank for direction in used for rank in (direction.sender, direction.receiver))
-    return max(ends.values(), default=0)
+    return max(Counter(rank for direction in used for rank in (direction.sender, direction.receiver)).values(), default=0)
 
 
 def link_ctas(num_links: int, num_sms: int) -> int:
@@ -56,8 +55,7 @@ def link_ctas(num_links: int, num_sms: int) -> int:
 
     All `num_links` communicators for messages of a rank may wait at the same time, on a device with `num_sms` SMs.
     """
-    room = num_sms // _LARGEST_SHARE // max(1, num_links)
-    return 1 << max(1, min(_CTAS, room)).bit_length() - 1
+    return 1 << max(1, min(_CTAS, num_sms // _LARGEST_SHARE // max(1, num_links))).bit_length() - 1
 
 
 def tree_of(num_ranks: int, largest: int = LARGEST_MESH) -> tuple[Level, ...]:

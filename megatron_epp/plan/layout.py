@@ -125,8 +125,7 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
         return None
     if not all(0 <= count <= MOST_LAYERS for count in counts):
         return None
-    ends = [round(end) for end in accumulate(counts, initial=0)]
-    layers = tuple(end - start for start, end in pairwise(ends))
+    layers = tuple(end - start for start, end in pairwise([round(end) for end in accumulate(counts, initial=0)]))
     if layers != tuple(counts):
         raise EppError(f"stages begin between layers, not inside them: give whole ones, such as {layers_text(layers, ',')}")
     return layers

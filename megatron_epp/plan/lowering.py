@@ -247,8 +247,7 @@ def _is_behind_second(number: Integers, stream: Integers) -> Booleans:
 def _slots_of_compute(graph: Graph, ops: Sequence[Op]) -> _Slots:
     columns, (at,) = graph.columns, np.nonzero(graph.columns.step < graph.columns.num_compute)
     codes, step = np.array([ops.index(op) for op in columns.ops], dtype=np.int64), columns.step[at]
-    slots = _slot(columns.ranks()[step], step, _COMPUTE)
-    return _Slots(slots, codes[columns.op[at]], columns.site[at], columns.chunk[at])
+    return _Slots(_slot(columns.ranks()[step], step, _COMPUTE), codes[columns.op[at]], columns.site[at], columns.chunk[at])
 
 
 def _slots_of_copies(graph: Graph, played: Playback, ops: Sequence[Op]) -> _Slots:

@@ -62,8 +62,7 @@ class MemoryBreakdown:
     def peak(self, rank: int) -> MemorySample:
         """Return the first moment at which a rank's memory is at its maximum."""
         if rank not in self._peaks:
-            totals = accumulate(event.delta_bytes for event in self.timeline.memory_events(rank) if event.delta_bytes)
-            live = [0, *totals]
+            live = [0, *accumulate(event.delta_bytes for event in self.timeline.memory_events(rank) if event.delta_bytes)]
             time_us, items, step = next(islice(self._changes(rank), live.index(max(live)), None))
             self._peaks[rank] = MemorySample(time_us, self._shown(rank, items), step)
         return self._peaks[rank]

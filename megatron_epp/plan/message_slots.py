@@ -55,8 +55,7 @@ def slots_of(plan: Plan, rank: int, row: Sequence[Action]) -> dict[Direction, in
     """
     launches = Launches.of([row])
     slots = _slots(plan, launches, np.full(len(launches.op), rank))
-    columns = (slots.sender, slots.receiver, slots.gradient, slots.slots)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
+    rows = zip(*(column.tolist() for column in (slots.sender, slots.receiver, slots.gradient, slots.slots)), strict=True)
     return {Direction(sender, receiver, bool(gradient)): count for sender, receiver, gradient, count in rows}
 
 

@@ -196,16 +196,10 @@ def register(operation: Operation) -> Operation:
         if other not in known:
             raise ValueError(f"operation {operation.op} names {other}, which is not defined")
     _TABLE[operation.op] = operation
-    for waits, need in _relations(operation):
+    for waits, need in (*((operation.op, need) for need in operation.needs), *operation.before):
         for lowered in _lowered(waits, need):
             _TABLE.setdefault(lowered.op, lowered)
     return operation
-
-
-def _relations(operation: Operation) -> Iterator[tuple[Op, Need]]:
-    """Yield the relations that an operation states, each with the operation that waits."""
-    yield from ((operation.op, need) for need in operation.needs)
-    yield from ((before.op, before.need) for before in operation.before)
 
 
 def _lowered(waits: Op, need: Need) -> Iterator[Operation]:

@@ -46,5 +46,4 @@ def kv_offload_bytes(plan: Plan) -> int:
 
 def main_items(items: dict[str, int]) -> str:
     """Format the three largest items of a moment: ``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``."""
-    largest = sorted(items.items(), key=lambda entry: -entry[1])[:3]
-    return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest)
+    return ", ".join(f"{format_bytes(size)} {name}" for name, size in sorted(items.items(), key=lambda entry: -entry[1])[:3])

@@ -57,8 +57,7 @@ class ShapeClass(NamedTuple):
         others = 0 if self.segments <= LEAST_SEGMENTS else self.segments // 2  # of a token each
         tokens = max(1, _first_of(self.queries) - others)
         keys = max(1, _first_of(self.keys) - others)  # fewer than tokens only without a causal mask
-        rest = (Segment(1 + number, 0, 1) for number in range(others))
-        return Chunk((Segment(0, keys - tokens, keys), *rest))
+        return Chunk((Segment(0, keys - tokens, keys), *(Segment(1 + number, 0, 1) for number in range(others))))
 
     def longer_prefixes(self, longest: int) -> tuple[ShapeClass, ...]:
         """Return the classes of as many segments and tokens with any number of keys, up to the class of `longest` keys."""

@@ -18,7 +18,8 @@ def byte_unit(largest: float) -> tuple[int, str]:
 def format_bytes(num_bytes: float, *others: float) -> str:
     """Format bytes as ``1.50 GiB``, with more decimals where it would look like another size of `others`."""
     for decimals in _DECIMALS:
-        texts = {size: _in_own_unit(size, decimals) for size in (num_bytes, *others)}
+        units = ((size, *byte_unit(size)) for size in (num_bytes, *others))
+        texts = {size: f"{size / unit:.{decimals}f} {name}" for size, unit, name in units}
         if len(set(texts.values())) == len(texts):
             break
     return texts[num_bytes]
@@ -41,8 +42,3 @@ def enough_gib(num_bytes: int, *others: int, decimals: int = 2) -> str:
     else:
         count = max(_DECIMALS)
     return f"{-(-num_bytes * 10**count // _GIB) / 10**count:.{count}f}"
-
-
-def _in_own_unit(num_bytes: float, decimals: int) -> str:
-    size, name = byte_unit(num_bytes)
-    return f"{num_bytes / size:.{decimals}f} {name}"

@@ -127,8 +127,7 @@ def _play(
     room, moved = room_for(codes, columns), copy_columns(copies, chunks, columns.num_items, tables.host_links, codes)
     took_us = timing.play(codes.actions, codes.starts, columns, durations_us, moved, room)
     if took_us == timing.STUCK:
-        ranks = range(codes.num_ranks)
-        waiting = [r for r in ranks if room.at[r] < codes.starts[r + 1]]
+        waiting = [r for r in range(codes.num_ranks) if room.at[r] < codes.starts[r + 1]]
         heads = [str(decode(codes, chunks)[r][room.at[r] - codes.starts[r]]) for r in waiting]
         raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(heads) or 'copies'}")
     return float(took_us), codes, room, moved

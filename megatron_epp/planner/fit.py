@@ -56,8 +56,7 @@ def fit_recompute(
     codes, columns = _coded(order, tables)
     items = columns.num_stages * columns.num_chunks
     if options.recompute != "auto" or not tables.trains:
-        fixed = options.recompute if options.recompute != "auto" and tables.trains else 0
-        recompute_steps = uniform_steps(tables, fixed)
+        recompute_steps = uniform_steps(tables, options.recompute if options.recompute != "auto" and tables.trains else 0)
         return RecomputeFit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
     column, leaves, allowed = integer_zeros(items), integer_zeros(items), caps_at(codes, caps)
     if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves, int(by_stay)):

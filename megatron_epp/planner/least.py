@@ -180,14 +180,12 @@ def _floors(tables: Sequence[Aligned], problem: Problem, costs: Costs, options: 
     for (chunks,) in (table.chunks for table in tables):
         own = [chunks[run.start : run.stop] for run in slice_groups(chunks, problem.loss_groups)]
         runs.append(max(own, key=lambda run: sum(chunk.num_tokens for chunk in run)))
-    works = [work_of_table(run, problem) for run in runs]
     # Without the caches of sequences that begin behind others, which only add to what is needed.
-    work = joined_work([replace(work, begun=None) for work in works])
+    work = joined_work([replace(work_of_table(run, problem), begun=None) for run in runs])
     sizes = tabulate([*chain.from_iterable(runs)], problem, costs, work=work)
     away = sizes
     if options.offload:
-        without = replace(work, cache_tokens=0 * work.cache_tokens)
-        away = tabulate([*chain.from_iterable(runs)], problem, costs, work=without)
+        away = tabulate([*chain.from_iterable(runs)], problem, costs, work=replace(work, cache_tokens=0 * work.cache_tokens))
     starts = [*accumulate(map(len, runs), initial=0)]
     ends = np.array(starts[1:]) - 1
     rooms = [message_room(problem, sizes.message_bytes[begin:stop]) for begin, stop in pairwise(starts)]

@@ -257,8 +257,7 @@ class StagePasses:
                 LayerGroup(count, sizes.activations - less[steps], sizes.peak + more[steps], sizes.gone)
                 for count, steps in ((layers - rest, full), (rest, following))
             ]
-            peaks = moments(sizes, groups if layers else ())
-            return np.asarray(np.maximum.reduce([*np.broadcast_arrays(*peaks)]))
+            return np.asarray(np.maximum.reduce([*np.broadcast_arrays(*moments(sizes, groups if layers else ()))]))
 
         if not self._is_unlike:
             kept_bytes = self.activation - _taken(saved, layers, full, rest)

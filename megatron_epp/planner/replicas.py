@@ -109,8 +109,7 @@ class Replicas:
         return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options, by_stay)
 
     def bound_us(self, tables: Sequence[Tables], table: Aligned) -> float:
-        every = zip(tables, table.chunks, self.problems, strict=True)
-        return max(lower_bound_us(*each, self.options) for each in every)
+        return max(lower_bound_us(*each, self.options) for each in zip(tables, table.chunks, self.problems, strict=True))
 
 
 def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:

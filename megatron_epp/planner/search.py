@@ -109,7 +109,11 @@ def search(replicas: Replicas) -> Candidates:
     free = Candidates(replicas.without_caps)
     fastest = free_of_caps(free)
     candidates = Candidates(replicas, free)
-    best = under_caps(candidates, fastest)
+    best = candidates.of(fastest.recipe)
+    assert best is not None
+    if not best.fits or best.makespan_us > fastest.makespan_us * (1 + MIN_GAIN_SHARE):  # else it fits as it is
+        best = descend(candidates, walk(candidates, best, settings.CUT))
+        best = best if candidates.is_single else at_next_grains(candidates, best)
     best = from_openings(candidates, best, fastest)
     for walk_on in plan_targets(candidates.problem, candidates.options, "search"):
         walk_on(candidates, best, fastest)
@@ -152,15 +156,6 @@ def other_cuts(free: Candidates, best: Candidate, first: Recipe) -> Iterator[Rec
         tried = [free.of(first._replace(cut=cut, grain=grain)) for grain in grains]
         if others := [candidate for candidate in tried if candidate is not None]:
             yield min(others, key=attrgetter("key")).recipe
-
-
-def under_caps(candidates: Candidates, fastest: Candidate) -> Candidate:
-    best = candidates.of(fastest.recipe)
-    assert best is not None
-    if best.fits and best.makespan_us <= fastest.makespan_us * (1 + MIN_GAIN_SHARE):  # it fits as it is
-        return best
-    best = descend(candidates, walk(candidates, best, settings.CUT))
-    return best if candidates.is_single else at_next_grains(candidates, best)
 
 
 def is_small(candidates: Candidates, best: Candidate) -> bool:

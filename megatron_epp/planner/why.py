@@ -62,11 +62,6 @@ class Explanation:
     # Identities of chunk tables whose candidates were made again, after walks came by, with more memory for messages
     remade: frozenset[int]
 
-    @property
-    def has_candidate(self) -> bool:
-        """False where nothing fits in any order that was tried, and the plan is the one that keeps the least (`least`)."""
-        return self.walks[-1].candidates[-1].fits
-
 
 def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
     """Plan as `plan` does, and tell how the search came to the plan. Raises `PlanError` for planners but "greedy", too."""

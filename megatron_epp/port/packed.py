@@ -70,5 +70,4 @@ class OrderedPlan(NamedTuple):
 def chunks_of(microbatches: Sequence[tuple[int, ...]]) -> tuple[Chunk, ...]:
     """Return a chunk per microbatch, in the caller's order."""
     segments = [Segment(number, 0, length) for number, length in enumerate(n for lengths in microbatches for n in lengths)]
-    ends = accumulate(map(len, microbatches), initial=0)
-    return tuple(Chunk(tuple(segments[start:end])) for start, end in pairwise(ends))
+    return tuple(Chunk(tuple(segments[start:end])) for start, end in pairwise(accumulate(map(len, microbatches), initial=0)))

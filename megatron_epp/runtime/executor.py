@@ -136,9 +136,8 @@ class Executor:
             return
         tokens = max(map(self.plan.padded_tokens, range(len(self.plan.chunks))))
         shape, dtype, device = next(iter(self.stages.values())).message(tokens)
-        if self.links.uses_slots(device):
-            slots = slots_of(self.plan, self.rank, self._actions)
-            self.links.open_slots(slots, math.prod(shape) * dtype.itemsize, device)
+        if self.links.slots_on_cpu or device.type != "cpu":
+            self.links.open_slots(slots_of(self.plan, self.rank, self._actions), math.prod(shape) * dtype.itemsize, device)
 
     def perform(self, action: Action, handler: Handler) -> None:
         """Run an action, as a handler does that runs another one with its own."""

@@ -23,13 +23,9 @@ Not measured. The watchdog polls about once a second, so much less would end ran
 would delay the end of a job whose other ranks cannot answer.
 """
 _KEY, _READ, _POLL_S = "failed", "read", 0.05
-"""Keys of the board: why a rank failed, and how many ranks have read it; and seconds between looks at the latter, for at most
-`PATIENCE_S`.
-"""
+"""Keys of the board: why a rank failed, and how many have read it; seconds between looks at that, within `PATIENCE_S`."""
 _READS_PER_S = 2000
-"""Reads of the board per second by all ranks of a job together, which one process answers: of 2,000 ranks each reads once a
-second. Not measured.
-"""
+"""Reads of the board per second by all ranks, which one process answers: with 2,000 ranks one from each. Not measured."""
 
 
 class FailureBoard:

@@ -87,8 +87,7 @@ class DeltaLayer:
     def _one(self, rows: Tensor) -> Tensor:
         """Convolve one sequence, ``[tokens, channels]``."""
         padded = functional.pad(rows.t()[None], (self._ahead, 0))
-        out = functional.conv1d(padded, self.filters, self.bias, groups=len(self.filters))
-        return self.activation(out)[0].t()
+        return self.activation(functional.conv1d(padded, self.filters, self.bias, groups=len(self.filters)))[0].t()
 
     def _recurred(
         self, heads: Tensors, log_decay: Tensor, strength: Tensor, memories: dict[Cut, Tensor], own: Stretches

@@ -48,10 +48,11 @@ class StateSpaceLayer:
             # Kernels have no state of the convolution, so the rows that it looks back to stand in front, for no output.
             (tail,) = tails.get(number, (mixed[:0],))
             seen = torch.cat([self._without_step(tail, rows), stretch]) if len(tail) else stretch
-            out, last = self._alone(seen, None if before is None else states[before], is_followed=behind is not None)
-            outs.append(out[len(tail) :])
-            if behind is not None and last is not None:
-                states[behind] = last
+            state, is_followed = None if before is None else states[before], behind is not None
+            out = self.scan(seen[None], initial_states=state, return_final_states=is_followed)
+            if behind is not None:
+                out, states[behind] = out
+            outs.append(out[0, len(tail) :])
         if len(own.table.segments) > done:
             outs.append(self._packed(rows[starts[done] :], own.table, done, len(own.table.segments)))
         out = torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -63,13 +64,8 @@ class StateSpaceLayer:
         ends = tail.new_zeros(len(tail), self.gate_width), tail.new_full((len(tail), steps), _NO_STEP)
         return torch.cat([ends[0], tail, ends[1]], dim=1)
 
-    def _alone(self, rows: Tensor, state: Tensor | None, is_followed: bool) -> tuple[Tensor, Tensor | None]:
-        out = self.scan(rows[None], initial_states=state, return_final_states=is_followed)
-        return (out[0][0], out[1]) if is_followed else (out[0], None)
-
     def _packed(self, rows: Tensor, table: SegmentTable, first: int, stop: int) -> Tensor:
         """Return the output of the chunk's segments ``[first, stop)``, of which `rows` are."""
-        several = stop - first > 1
-        named = {"seq_idx": table.numbers(rows.device, first)[None, : len(rows)]} if several else {}
+        named = {"seq_idx": table.numbers(rows.device, first)[None, : len(rows)]} if stop - first > 1 else {}
         out: Tensor = self.scan(rows[None], **named)
         return out[0]

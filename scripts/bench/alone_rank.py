@@ -116,8 +116,7 @@ def run(plan: Plan, rank: int, model: Model, host_bytes: int = 0) -> Ran:
 class _NoLinks:
     """Stands for the links of a pipeline, with the methods of `runtime.links.links.Links` that an executor calls."""
 
-    def uses_slots(self, device: torch.device) -> bool:
-        return device.type != "cpu"
+    slots_on_cpu = False
 
     def open_slots(self, slots: Mapping[Any, int], num_bytes: int, device: torch.device) -> None:
         """Take the memory of slots, as in training."""

@@ -161,8 +161,7 @@ class _Copying:
 
 def choices(replicas: Replicas, order: Order, tables: Sequence[Tables], table: Aligned) -> Iterator[tuple[Pairs, ...]]:
     """List what may be offloaded of keys and values in every replica: what it takes to fit, and what avoids recompute."""
-    every = zip(tables, table.chunks, replicas.problems, strict=True)
-    by_replica = [_choices(replicas, order, *each) for each in every]
+    by_replica = [_choices(replicas, order, *each) for each in zip(tables, table.chunks, replicas.problems, strict=True)]
     return iter(dict.fromkeys(zip(*by_replica, strict=True)))
 
 
@@ -200,8 +199,7 @@ def _choices(
     """
     sizes = _sizes(tables, chunks, problem)
     codes = encode(order, len(chunks))
-    none = [[0] * len(chunks) for _ in tables.rank_of]
-    caps, recomputing = problem.cap_bytes, peaks_bytes(codes, tables, none)
+    caps, recomputing = problem.cap_bytes, peaks_bytes(codes, tables, [[0] * len(chunks) for _ in tables.rank_of])
     needed: Pairs = frozenset()
     above = [rank for rank, peak in enumerate(least_peaks(codes, tables)) if peak > caps[rank]]
     count = 1

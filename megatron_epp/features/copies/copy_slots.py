@@ -132,8 +132,7 @@ class Chooser:
         """Copy a share of a chunk's kept bytes in gaps of the link, if any, out as early and back as late as possible."""
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
-        kept_bytes = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
-        moved = moved_of(kept_bytes, tables.layer_input(stage, c), share)
+        moved = moved_of(tables.kept_bytes(stage, c, self.recompute_steps[stage][c]), tables.layer_input(stage, c), share)
         took_us, needed_us = tables.host_us(moved), float(self.start[leaves])
         out = earliest((self.own, self.out), float(self.end[entered]), wanted_us, took_us)
         if out is None:

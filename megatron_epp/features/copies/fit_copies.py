@@ -28,9 +28,7 @@ from megatron_epp.planner.orders.completion import with_added
 from megatron_epp.planner.tables import Tables
 
 EXCESS_SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
-"""Shares of the excess over the cap that are left to the link, tried in turn. The rest is recomputed. With three of these
-no plan of 24 differs.
-"""
+"""Shares of the excess over the cap left to the link, tried in turn; the rest recomputes. With three no plan of 24 differs."""
 MOST_START_RATIO = 1.02
 """Recompute that copies may spare again is worth a try when it alone is slower than the best by less than this."""
 ROUNDS = 3

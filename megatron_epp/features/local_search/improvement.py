@@ -65,8 +65,7 @@ def finish(candidates: Candidates, best: Candidate) -> Candidate:
     tables = list({id(candidate.table): candidate.table for candidate in fitting}.values())[:IMPROVED_TABLES]
     for table in tables:
         # Local search knows no copies, so the fastest without may overtake a faster one that has some.
-        of_table = (candidate for candidate in fitting if candidate.table is table and not candidate.has_copies)
-        candidate = next(of_table, None)
+        candidate = next((candidate for candidate in fitting if candidate.table is table and not candidate.has_copies), None)
         if candidate is not None and searches(candidates.options, problem.num_stages * len(table)):
             best = min(best, improved(candidates, candidate), key=attrgetter("key"))
     return best

@@ -240,8 +240,7 @@ class SampleSchedule:
             known.dataset.take_payloads(dataset)
             return known
         plans, everything = run.plan_source(forward_only, of_batch=True), tuple(range(count))
-        batches = PlannedBatches(dataset, [everything], plans, 1, None, run.replica, run.replicas)
-        return _Planned(digest, dataset, batches)
+        return _Planned(digest, dataset, PlannedBatches(dataset, [everything], plans, 1, None, run.replica, run.replicas))
 
     def _agreed(
         self, samples: Sequence[Mapping[str, Any]], run: SlicedRun, has_gradients: bool | None, forward_only: bool

@@ -133,8 +133,9 @@ class HostMemory:
 
     def _allocate(self, wanted_bytes: int) -> None:
         """Add a page. The error names the total bytes wanted, `wanted_bytes`."""
-        # The last pages get smaller, so that what fits the cap on paper fits it here.
-        page_bytes = min(_PAGE_BYTES, _power_below(self.cap_bytes - self.allocated_bytes))
+        # The last pages get smaller, so that what fits the cap on paper fits it here: pinned ones round up to powers of two.
+        left_bytes = self.cap_bytes - self.allocated_bytes
+        page_bytes = min(_PAGE_BYTES, 1 << left_bytes.bit_length() - 1 if left_bytes > 0 else 0)
         if page_bytes < HOST_UNIT_BYTES:
             raise HostMemoryError(
                 f"what is offloaded needs {format_gib(wanted_bytes, self.cap_bytes)} of host memory, and a rank may take "
@@ -191,11 +192,6 @@ class Region:
         """Return all bytes of the region to the host memory, with the mark of the last load that reads them."""
         self._host.give_back(self._spans, read)
         self._spans, self._starts, self._room, self.num_bytes = [], [], 0, 0
-
-
-def _power_below(num_bytes: int) -> int:
-    """Return the largest power of two up to `num_bytes`, else 0: pinned allocations are rounded up to powers of two."""
-    return 1 << num_bytes.bit_length() - 1 if num_bytes > 0 else 0
 
 
 def host_limit(

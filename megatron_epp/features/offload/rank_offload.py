@@ -65,8 +65,7 @@ class RankOffload(RunFeature):
             costs = replace(costs, offloadable_share=min(gathered(share, run.links)))
             if run.args.epp_costs != "learn" and not math.isinf(costs.host_us_per_byte):
                 return costs
-        link = gathered(measure_host_link(run.device), run.links, max)
-        latency_us, us_per_byte = map(max, zip(*link, strict=True))
+        latency_us, us_per_byte = map(max, zip(*gathered(measure_host_link(run.device), run.links, max), strict=True))
         return replace(costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
 
     def settled(self, costs: PipelineCosts) -> None:

@@ -58,7 +58,11 @@ def split_built(models: Sequence[torch.nn.Module], args: argparse.Namespace) -> 
 
     A collective call. Raises `EppError`, on every rank, if no layer can.
     """
-    _settle_split(args, models)
+    if args.epp_split_weight_gradient == AUTO:  # settled on all ranks together
+        why = next(filter(None, from_each_of_job(next(_whole(args, models), ""))), "")
+        args.epp_split_weight_gradient = not why
+        if why and args.rank == 0 and args.pipeline_model_parallel_size > 1:
+            logger.info("weight gradients are computed with their backwards, since %s", why)
     if not args.epp_split_weight_gradient:
         return
     total = 0
@@ -86,8 +90,7 @@ def split_where_possible(model: Any) -> tuple[int, list[str]]:
     for module in able:
         if isinstance(module, _OF_MEGATRON):
             # Not `forward`, which also gathers the output or adds it up over tensor-parallel ranks.
-            own = functools.partial(_forward, module, module._forward_impl, gradients)
-            put(module, "_forward_impl", own, wraps=False)
+            put(module, "_forward_impl", functools.partial(_forward, module, module._forward_impl, gradients), wraps=False)
         else:
             _take_over(module, gradients)
     return len(able), obstacles
@@ -106,15 +109,6 @@ class SplitWeights(RunFeature):
         self, plan: Plan, inputs: Callable[[int], Any] | None, reduction: Any, handlers: Mapping[Op, Handler]
     ) -> AbstractContextManager[Mapping[Op, Handler]]:
         return nullcontext(weight_handlers(plan, self._stages))
-
-
-def _settle_split(args: argparse.Namespace, models: Sequence[torch.nn.Module]) -> None:
-    """Settle ``auto`` for built models, on all ranks together: plans may split weight gradients if all linear layers can."""
-    if args.epp_split_weight_gradient == AUTO:
-        why = next(filter(None, from_each_of_job(next(_whole(args, models), ""))), "")
-        args.epp_split_weight_gradient = not why
-        if why and args.rank == 0 and args.pipeline_model_parallel_size > 1:
-            logger.info("weight gradients are computed with their backwards, since %s", why)
 
 
 def _whole(args: argparse.Namespace, models: Sequence[torch.nn.Module]) -> Iterator[str]:
@@ -209,7 +203,9 @@ def _take_over(module: Any, gradients: WeightGradients) -> None:
         def compute(tensors: Sequence[Tensor]) -> None:
             queue([*tree_unflatten(rebuild(tensors), shape), *rest], function)
             if module.fuse_wgrad_accumulation:
-                _stand_in(weights)
+                for weight in weights:  # hooks require one for every W, and a backward of fused kernels leaves only one
+                    if weight.grad is None:
+                        weight.grad = weight.new_zeros(()).expand_as(weight)
             module.backward_dw()
 
         gradients.put_off(weights[0], tensors, compute)
@@ -254,12 +250,3 @@ def _copied(cast: Any) -> Any:
 def _weights(module: torch.nn.Module) -> list[Tensor]:
     """Return the weights whose gradient hooks wait for `backward_dw`."""
     return [p for p in module.parameters(recurse=False) if getattr(p, "skip_backward_post_hook", False)]
-
-
-def _stand_in(weights: Sequence[Tensor]) -> None:
-    """Give weights without gradient a placeholder: hooks require one for every W, but a backward of fused kernels leaves only
-    one.
-    """
-    for weight in weights:
-        if weight.grad is None:
-            weight.grad = weight.new_zeros(()).expand_as(weight)

@@ -112,12 +112,6 @@ def spare_bytes(columns: PassTable, recompute_steps: IntegerList, caps: IntegerL
 
 
 @compiled
-def puts_off(columns: PassTable, item: int) -> bool:
-    """Return True if a backward has a weight gradient to delay, which takes time."""
-    return columns.action_us[WEIGHT * columns.num_items + item] > 0 and leaves_bytes(columns, item)
-
-
-@compiled
 def fill(whole: Whole, columns: PassTable, filled: Filled, gap_share: float) -> bool:
     """Play an order and put weight gradients in as it goes; False if it deadlocks. Arguments as in `split_off`."""
     ranks = len(whole.starts) - 1
@@ -160,7 +154,8 @@ def advance(rank: int, whole: Whole, columns: PassTable, filled: Filled, gap_sha
             if filled.waiting_bytes[rank] + extra <= free and filled.clock_us[rank] + weight_us * gap_share > arrived:
                 break
             run_weight(rank, columns, filled)
-        is_split = kind == BACKWARD and extra <= free and puts_off(columns, item)
+        is_split = kind == BACKWARD and extra <= free and leaves_bytes(columns, item)
+        is_split = is_split and columns.action_us[WEIGHT * columns.num_items + item] > 0  # else there is no time to delay
         filled.actions[filled.ends[rank]] = whole.actions[at]
         filled.ends[rank] += 1
         took_us = whole.split_us[node] if is_split else whole.whole_us[node]

@@ -17,9 +17,7 @@ from megatron_epp.planner.orders.completion import peaks
 from megatron_epp.planner.tables import Tables
 
 ROUNDS = 8
-"""Rounds in which fewer weight gradients are delayed, where the order is overlapped with copies. With 4 or 16 no plan of 24
-differs.
-"""
+"""Rounds in which fewer weight gradients are delayed, where copies overlap the order. With 4 or 16 no plan of 24 differs."""
 
 
 def with_split_weights(

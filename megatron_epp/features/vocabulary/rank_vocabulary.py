@@ -78,8 +78,7 @@ class RankVocabulary(RunFeature):
             with self._watching("waits for the embedding's rows"):
                 self._tied.gather()
             reduction.defer(0)  # the rank's first chunk has the shard, whose gradient is complete in the end
-        last = None if self._last is None else self
-        self._shards = PipelineShards(self, self.groups, last, self._background)
+        self._shards = PipelineShards(self, self.groups, None if self._last is None else self, self._background)
         yield self._shards.handlers()
         if self._tied is not None and not plan.forward_only:
             with self._watching("waits for the embedding's gradient"):

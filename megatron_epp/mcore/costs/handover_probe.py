@@ -38,5 +38,4 @@ def handed_over(stage: MegatronStage) -> tuple[BlockCosts, int]:
     states = sizes[1] - first_bytes
     more = sizes[2] - sizes[1] - first_bytes
     more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
-    block = BlockCosts(kind=HANDOVER, state_bytes=states + shorter[0], state_tokens=handover.most_rows)
-    return block, max(0, more)
+    return BlockCosts(kind=HANDOVER, state_bytes=states + shorter[0], state_tokens=handover.most_rows), max(0, more)

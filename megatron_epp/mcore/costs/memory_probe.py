@@ -95,8 +95,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         held = least + slices.cache
         costs = costs.changed(LAYER, attended_bytes_per_token=held + slices.left)
         if splits and is_alike:
-            left = _of_slices(stage, keep_weights=True).left
-            costs = costs.changed(LAYER, apart_attended_bytes_per_token=held + left)
+            costs = costs.changed(LAYER, apart_attended_bytes_per_token=held + _of_slices(stage, keep_weights=True).left)
     return costs
 
 

@@ -34,8 +34,7 @@ def check_costs(args: argparse.Namespace, costs: PipelineCosts, num_stages: int,
     """Raise `EppError` if costs of a whole pipeline from a file are of another pipeline or precision than this run's, have the
     output layer on other ranks, or are of slices that hand on latents where this run's do not, or the other way round.
     """
-    names = names_of(args)
-    advice = f"give another file, or learn them ({as_setting(names['costs'], 'learn')})"
+    advice = f"give another file, or learn them ({as_setting(names_of(args)['costs'], 'learn')})"
     if len(costs.stages) != num_stages:
         raise EppError(f"{args.epp_costs} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}: {advice}")
     if not math.isclose(costs.hidden_bytes_per_token, token_bytes):

@@ -137,8 +137,7 @@ def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False)
     _log(f"{what}: its tokens are taken to be made with this run's, {run}")
     for document in file.sampled_documents():
         length = min(_SAMPLED_TOKENS, int(file.num_tokens[document]))
-        first = int(file.data.document_indices[document])
-        ids = file.data.get(first, offset=0, length=length)
+        ids = file.data.get(int(file.data.document_indices[document]), offset=0, length=length)
         check_ids(file.prefix, ids, run.vocab_size, file.first_token(document))
 
 

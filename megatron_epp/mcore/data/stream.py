@@ -47,8 +47,7 @@ class StreamDataset:
         tokens, labels = sample["tokens"].numpy(), sample["labels"].numpy()
         ids = np.concatenate((tokens, labels[-1:]))
         check_ids(f"a sample of the {self._name} split", ids, self._vocab_size)
-        mask = np.concatenate(([1], sample["loss_mask"].numpy().astype(np.uint8)))
-        return ids, mask
+        return ids, np.concatenate(([1], sample["loss_mask"].numpy().astype(np.uint8)))
 
 
 def build(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, train_tokens: int) -> list[Shuffled | None]:

@@ -71,9 +71,8 @@ class RankInputs:
         layouts = chunk_layouts(batch.plan)
         asked = self.depths, self.of_loss, self.of_inputs
         arrays = (batch.chunk(chunk, *asked) for chunk in range(len(batch.plan.chunks)))
-        tables = [layout.table for layout in layouts]
         replays = self.of_inputs.routing is not None and getattr(batch.dataset, "has_routes", False)
-        inputs = self.upload(arrays, batch.lengths, tables, replays)
+        inputs = self.upload(arrays, batch.lengths, [layout.table for layout in layouts], replays)
         return replace(inputs, program=Program(actions, layouts, inputs.upload))
 
     def upload(

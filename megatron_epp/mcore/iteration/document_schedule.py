@@ -205,11 +205,10 @@ def _next_batch(data_iterator: Any, num_microbatches: int, run: SlicedRun, forwa
     run.plan_wait_us = (time.perf_counter() - start_s) * 1e6
     if not isinstance(batch, GlobalBatch) or batch.plan is None:  # another patch or caller has given its own iterators
         raise EppError("--epp needs the iterators of megatron_epp.mcore.data.documents; another dataset provider is in use")
-    replicas = run.replicas
     counts_tokens = run.args.epp_batch_tokens is not None and not forward_only
-    if not counts_tokens and batch.global_size != num_microbatches * replicas:
+    if not counts_tokens and batch.global_size != num_microbatches * run.replicas:
         raise EppError(
-            f"Megatron asks for {num_microbatches} sequences for each of {replicas} replicas but the sampler yields "
+            f"Megatron asks for {num_microbatches} sequences for each of {run.replicas} replicas but the sampler yields "
             f"{batch.global_size} in all"
         )
     return batch

@@ -76,8 +76,7 @@ def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
     num_bytes: dict[int, int] = {}
     for sent, _ in ranks:
         num_bytes[sent.position] = max(sent.num_bytes, num_bytes.get(sent.position, 0))
-    sizes = tuple(num_bytes[position] for position in sorted(num_bytes))
-    return AgreedShapes(of_all, sizes, () if own == of_all else own)
+    return AgreedShapes(of_all, tuple(num_bytes[position] for position in sorted(num_bytes)), () if own == of_all else own)
 
 
 def _largest(shapes: Shapes) -> Microbatch:

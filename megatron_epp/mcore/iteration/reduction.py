@@ -39,9 +39,7 @@ class Reduction:
 
     def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], may_use_hooks: bool, splits_weights: bool) -> None:
         self._chunks, self._remaining = chunks, len(chunks)
-        self._no_sync = (
-            config.no_sync_func if isinstance(config.no_sync_func, list) else one_each(config.no_sync_func, chunks[:1])
-        )
+        self._no_sync = one_each(config.no_sync_func, chunks[:1])
         starts = one_each(config.grad_sync_func, chunks)
         own = [getattr(chunk, "no_sync", None) for chunk in chunks if hasattr(chunk, "start_grad_sync")]
         # Methods bound to the same chunks are equal, so this is Megatron's own setting, with --no-align-grad-reduce. Its

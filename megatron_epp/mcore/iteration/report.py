@@ -129,17 +129,15 @@ class IterationReport:
             # The device has computed the loss, since it has reached `end`.
             loss_sum, loss_tokens, *_ = (None, 0.0) if loss is None else loss.tolist()
             sizes = len(self.batch.lengths), sum(self.batch.lengths)
-            figures_of_replica = ReplicaFigures(run.replica, *sizes, planned_us, loss_sum, loss_tokens)
-            own["replicas"] = run.reports.from_last_ranks(figures_of_replica)
+            mine = ReplicaFigures(run.replica, *sizes, planned_us, loss_sum, loss_tokens)
+            own["replicas"] = run.reports.from_last_ranks(mine)
         is_logged = plan is not None and loggers.is_due(run.args, self.iteration)
         last = dist.get_world_size() - 1
         readers = [0] * (run.args.epp_report_dir is not None) + [last] * is_logged
         ranks = gathered_by(readers, own, run.links.figures)
         if ranks is None:
             return None
-        measured = None
-        if plan is not None:
-            measured = Measured.of(self.batch.plan_digest, (entry["events"] for entry in ranks))
+        measured = None if plan is None else Measured.of(self.batch.plan_digest, (entry["events"] for entry in ranks))
         line = self._line(ranks, measured)
         for feature in run.features:
             feature.report(line, plan, measured)

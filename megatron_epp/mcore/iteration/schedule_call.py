@@ -80,8 +80,7 @@ class ScheduleCall:
 
 
 def _is_own_pipeline(group: Any) -> bool:
-    own = mpu.get_pipeline_model_parallel_group()
-    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(own)
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
 
 
 def checked_step(call: ScheduleCall, index: int) -> Callable[..., Any]:

@@ -80,14 +80,7 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
     timers("batch-generator", log_level=2).start()
     batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
-    return output, partial(token_loss, batch["loss_mask"])
+    return model(batch.pop("tokens"), **batch), partial(token_loss, batch["loss_mask"])
 
 
 def build_model(
@@ -142,27 +135,21 @@ def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
     use_te = args.transformer_impl == "transformer_engine"
     if args.num_experts is not None:
         return get_gpt_decoder_block_spec(config, use_te, normalization=args.normalization, vp_stage=vp_stage)
+    options = {"qk_layernorm": args.qk_layernorm, "multi_latent_attention": args.multi_latent_attention}
     if use_te:
-        return get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention
-        )
-    return get_gpt_layer_local_spec(
-        qk_layernorm=args.qk_layernorm,
-        multi_latent_attention=args.multi_latent_attention,
-        normalization=args.normalization,
-    )
+        return get_gpt_layer_with_transformer_engine_spec(**options)
+    return get_gpt_layer_local_spec(**options, normalization=args.normalization)
 
 
 def pretrain() -> None:
     """Train the model that the command line describes, by `megatron.training.pretrain` as currently patched."""
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}  # as in Megatron's own script
-    kind = ModelType.encoder_or_decoder
     args = arguments.parse_and_validate_args(args_defaults=defaults)
-    if not releases.pretrain_builds_model():  # 0.18 gets a function that does
-        config = argument_utils.pretrain_cfg_container_from_args(args)
-        training.pretrain(config, build_datasets, build_model, kind, forward_step)
-        return
-    is_hybrid = args.hybrid_layer_pattern is not None
-    describe = argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args
-    config = argument_utils.pretrain_cfg_container_from_args(args, describe(args))
-    training.pretrain(config, build_datasets, kind, forward_step)
+    models: tuple[Any, ...] = ()
+    builders: tuple[Any, ...] = (build_model,)  # 0.18 gets a function that builds the model
+    if releases.pretrain_builds_model():
+        is_hybrid = args.hybrid_layer_pattern is not None
+        describe = argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args
+        models, builders = (describe(args),), ()
+    config = argument_utils.pretrain_cfg_container_from_args(args, *models)
+    training.pretrain(config, build_datasets, *builders, ModelType.encoder_or_decoder, forward_step)

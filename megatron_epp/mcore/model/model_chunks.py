@@ -57,8 +57,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
     ) -> int:
         """Return the number of layers of a type on all stages before a chunk's; None means chunk 0, and this rank."""
         rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
-        before = self._stages[: self._placement.stages(rank)[vp_stage or 0]]
-        return sum(names.count(layer_type) for names in before)
+        return sum(names.count(layer_type) for names in self._stages[: self._placement.stages(rank)[vp_stage or 0]])
 
 
 def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:

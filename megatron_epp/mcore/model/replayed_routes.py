@@ -82,6 +82,5 @@ def routing_by_flags(args: argparse.Namespace) -> Routing | None:
     """Return how the model of Megatron's flags routes; None without experts."""
     if not args.num_experts:
         return None
-    pattern = pattern_of(vars(args))
-    routed = [symbol == EXPERTS for symbol in pattern] or by_layer(args.moe_layer_freq or 1, args.num_layers)
+    routed = [symbol == EXPERTS for symbol in pattern_of(vars(args))] or by_layer(args.moe_layer_freq or 1, args.num_layers)
     return routing_of(args, (layer for layer, has_experts in enumerate(routed) if has_experts), Door.DOCUMENTS)

@@ -275,7 +275,9 @@ class MegatronStage(ModelStage):
             # Some of Megatron-Bridge's attentions rotate what is packed by these being there.
             params.cu_seqlens_q, params.cu_seqlens_kv = context.table.cu_seqlens(self._device)
         forward = timed(self.config.timers, "forward-compute")
-        with forward, self._autocast(), loss, of_chunk, positions, self._rows(inputs) as rows:
+        has_autocast = self.config.enable_autocast
+        cast = torch.autocast("cuda", self.config.autocast_dtype) if has_autocast else torch.autocast("cpu", enabled=False)
+        with forward, cast, loss, of_chunk, positions, self._rows(inputs) as rows:
             arguments = self.arguments(inputs) | ({} if rows is None else {"decoder_input": rows})
             output = self._called(**arguments, attention_mask=None, packed_seq_params=params)
         self.language_model.set_input_tensor(None)  # or it would hold the last one
@@ -343,11 +345,6 @@ class MegatronStage(ModelStage):
         super().end()
         if self.loss_report is not None:
             check_loss(self.loss_report[0], "this iteration")
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.config.enable_autocast:
-            return torch.autocast("cuda", dtype=self.config.autocast_dtype)
-        return torch.autocast("cpu", enabled=False)
 
 
 def _plain_chunk(*_: Any) -> AbstractContextManager[None]:

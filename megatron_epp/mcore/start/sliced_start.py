@@ -81,10 +81,9 @@ def new_run(args: argparse.Namespace) -> SlicedRun:
 
 def attach(run: SlicedRun, models: Sequence[torch.nn.Module], config: Any) -> None:
     """Wrap the rank's model chunks as stages, and settle costs and caps."""
-    stages = agreed(partial(_stages_of, run, models, config), run.names)
     # From here on groups are made. torch makes each on all ranks of the job, so the order of these calls must not depend on
     # the rank.
-    connect(run, stages)
+    connect(run, agreed(partial(_stages_of, run, models, config), run.names))
     run.inputs = rank_inputs(run.stages, next((feature.rows_of for feature in run.features if feature.rows_of), None))
     run.planning_ranks = ObjectGroup.create([ranks[0] for ranks in run.lockstep_ranks], run.groups)
     if run.args.epp_schedule != "elastic":

@@ -92,8 +92,7 @@ class _Events(NamedTuple):
 
 def _events(replicas: Sequence[Launches], lockstep: bool) -> _Events:
     """Find the events of the rows of all replicas, one after another."""
-    none = np.zeros(0, dtype=np.int64)
-    columns, rows, count = [(none,) * 6], list[slice](), 0
+    columns, rows, count = [(np.zeros(0, dtype=np.int64),) * 6], list[slice](), 0
     for replica, launches in enumerate(replicas):
         sides = [_Shared.of(op, replica, launches.num_ranks, lockstep) for op in launches.ops]
         shared = _Shared(*map(launches.by_op, zip(*sides, strict=True))) if sides else _Shared(*[launches.op] * 6)
@@ -172,7 +171,8 @@ def check_own_messages(lowered: Rows, rows: Rows) -> Iterator[Violation]:
 
     `lowered` is the plan with the messages that it needs; `rows` are what ranks launch, compute actions and messages.
     """
-    takers = dict(_takers())
+    receivers = ((need.carries, kind.op) for kind in operations(Track.COMPUTE) for need in needs_of(kind.op))
+    takers = {carries.receive: op for carries, op in receivers if isinstance(carries, MessageKind)}  # of the same site
     for rank, (needed, row) in enumerate(zip(lowered, rows, strict=True)):
         wanted, at = {action for action in needed if _is_message(action.op)}, dict[Action, int]()
         for position, action in enumerate(row):
@@ -183,8 +183,11 @@ def check_own_messages(lowered: Rows, rows: Rows) -> Iterator[Violation]:
         for action in sorted(wanted - at.keys()):
             yield Violation(rank, None, action, f"missing: the rank never launches this {operation(action.op).text}")
         for action in sorted(wanted & at.keys()):
-            taker = takers.get(action.op)
-            first, second = (action, action._replace(op=taker)) if taker else (_maker(action), action)
+            if taker := takers.get(action.op):
+                first, second = action, action._replace(op=taker)
+            else:
+                (need,) = operation(action.op).needs
+                first, second = action._replace(op=need.op), action
             if second in at and at[second] < at[first]:
                 yield Violation(
                     rank, None, second, f"is launched at {at[second]}, before {first} (launch {at[first]}), which it needs"
@@ -194,16 +197,3 @@ def check_own_messages(lowered: Rows, rows: Rows) -> Iterator[Violation]:
 def _is_message(op: Op) -> bool:
     side = operation(op).side
     return side is not None and side.parties is Parties.PAIR
-
-
-def _maker(send: Action) -> Action:
-    (need,) = operation(send.op).needs
-    return send._replace(op=need.op)
-
-
-def _takers() -> Iterator[tuple[Op, Op]]:
-    """Yield receives, each with the operation of the same site that needs what it receives."""
-    for kind in operations(Track.COMPUTE):
-        for need in needs_of(kind.op):
-            if isinstance(need.carries, MessageKind):
-                yield need.carries.receive, kind.op

@@ -105,5 +105,4 @@ def chunk_sizes(problem: Problem, options: Options) -> list[int]:
         return [options.chunk_tokens // multiple * multiple]
     total = sum(problem.lengths)
     powers = [1 << power for power in range(total.bit_length(), 0, -1) if (1 << power) * MOST_CHUNKS >= total]
-    sizes = dict.fromkeys(round_up(size, multiple) for size in powers if size >= min(256, total))
-    return list(sizes)
+    return list(dict.fromkeys(round_up(size, multiple) for size in powers if size >= min(256, total)))

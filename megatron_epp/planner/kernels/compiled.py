@@ -76,8 +76,7 @@ def _compiled[F: Callable[..., Any]](function: F, **options: bool) -> F:
 
 @functools.cache
 def _sources(folder: Path = Path(__file__).parent) -> str:
-    texts = (path.read_bytes() for path in sorted(folder.glob("*.py")))
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()[:12]
 
 
 @functools.cache

@@ -54,8 +54,7 @@ def completed(
         return order, time_us(order)
     variants = (order,) if split_order is order else (split_order, order)
     tried = [with_added(variant, tables, offload.recompute_steps) for variant in variants]
-    took_us = list(map(time_us, tried))
-    return min(zip(tried, took_us, strict=True), key=itemgetter(1))
+    return min(zip(tried, map(time_us, tried), strict=True), key=itemgetter(1))
 
 
 def peaks(order: Order | Codes, tables: Tables, offload: Offload, played: Played | None = None) -> list[int]:

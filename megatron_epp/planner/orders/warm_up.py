@@ -71,8 +71,7 @@ def merged(forwards: Numbers, backwards: Numbers, ahead: Sequence[int]) -> Numbe
 
 
 def order_of(rows: Sequence[Numbers], num_chunks: int) -> CodedOrder:
-    starts = accumulate(map(len, rows), initial=0)
-    return CodedOrder(Codes(integers(np.concatenate(rows)), integers(starts)), num_chunks)
+    return CodedOrder(Codes(integers(np.concatenate(rows)), integers(accumulate(map(len, rows), initial=0))), num_chunks)
 
 
 def window_ahead(groups: Groups, minimal: bool) -> list[int]:

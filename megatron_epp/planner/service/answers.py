@@ -43,8 +43,7 @@ def load_planner(options: tuple[Options, ...] = LOADED_OPTIONS) -> None:
     problem = Problem((70, 9, 33, 64, 12, 5), (0, 1), (planner.UNLIMITED_BYTES,) * 2)
     for asked in options:
         settings = replace(asked, planner="greedy", steps=1, chunk_tokens=None, slices=None, context=None)
-        free = planner.plan(problem, costs, settings)
-        cap_bytes = tuple(int(0.8 * peak) for peak in free.predicted.peak_bytes)
+        cap_bytes = tuple(int(0.8 * peak) for peak in planner.plan(problem, costs, settings).predicted.peak_bytes)
         planner.plan(replace(problem, cap_bytes=cap_bytes), costs, settings)
 
 
@@ -54,12 +53,7 @@ def load(options: Options) -> None:
 
 
 def plans_of_batch(
-    problem: Problem,
-    costs: Costs,
-    options: Options,
-    lockstep_group: int,
-    lockstep_groups: LockstepGroups,
-    grain: float,
+    problem: Problem, costs: Costs, options: Options, lockstep_group: int, lockstep_groups: LockstepGroups, grain: float
 ) -> PackedPlans:
     """Divide a batch over replicas, and plan the shares of a group's. Arguments as in `port.planning.BackgroundPlanner`."""
     start_s = time.perf_counter()
@@ -75,8 +69,7 @@ def plans_of_batch(
         with contextlib.suppress(EppError):
             plans = _plans(problems, costs, replace(options, slices=max(1, round(grain * most))))
     planning_us = (time.perf_counter() - start_s) * 1e6
-    every = zip(plans, shares, strict=True)
-    return tuple(pack(plan, planning_us, share, division.checksum) for plan, share in every)
+    return tuple(pack(plan, planning_us, share, division.checksum) for plan, share in zip(plans, shares, strict=True))
 
 
 @functools.lru_cache(CACHED_PLANS)

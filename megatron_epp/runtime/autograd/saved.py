@@ -106,13 +106,14 @@ class SavedTensors:
         self.peak_bytes = 0
         self._others = others
         # Storages go by weak references, which keep their identity (not their memory) from being taken by another storage.
-        ignored = (StorageWeakRef(p.untyped_storage()) for p in parameters)
-        self._ignored = {ref.cdata: ref for ref in ignored}
+        self._ignored = {ref.cdata: ref for ref in (StorageWeakRef(p.untyped_storage()) for p in parameters)}
         self._storages: dict[int, Any] = {}  # of `Storage`, or a subclass's kind of it
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, lambda held: held.tensor())
 
     def __enter__(self) -> Self:
-        _give_back_leaves()
+        # Makes `saved_tensors` of Python's autograd functions return leaves themselves, as without hooks on saved tensors.
+        function, saved_tensors = cast(Any, BackwardCFunction), cast(Any, torch._C._FunctionBase.saved_tensors)
+        function.saved_tensors = property(lambda context: tuple(map(_itself, saved_tensors.__get__(context))))
         _active.append(self)
         self._hooks.__enter__()
         return self
@@ -162,12 +163,6 @@ class SavedTensors:
             self.live_bytes += memory.nbytes() - storage.num_bytes
             storage.num_bytes = memory.nbytes()
             self.observe()
-
-
-def _give_back_leaves() -> None:
-    """Make `saved_tensors` of Python's autograd functions return leaves themselves, as without hooks on saved tensors."""
-    function, saved_tensors = cast(Any, BackwardCFunction), cast(Any, torch._C._FunctionBase.saved_tensors)
-    function.saved_tensors = property(lambda context: tuple(map(_itself, saved_tensors.__get__(context))))
 
 
 def _itself(tensor: Tensor | None) -> Tensor | None:

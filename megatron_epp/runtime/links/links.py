@@ -130,9 +130,6 @@ class Links:
                 if heard.item() != direction.sender:
                     raise EppError(f"pipeline rank {self.position} expects rank {direction.sender} and hears {heard.item()}")
 
-    def uses_slots(self, device: torch.device) -> bool:
-        return self.slots_on_cpu or device.type != "cpu"
-
     def open_slots(self, slots: Mapping[Direction, int], num_bytes: int, device: torch.device) -> None:
         """Keep messages in so many slots of each direction from now on. All messages before have been sent and received."""
         for direction in [

@@ -23,8 +23,7 @@ _CONFIG = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
     """Return True if a group (default: of all ranks) takes tensors on GPUs to NCCL, whatever its backend for tensors on CPU."""
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return backends.get("cuda") == "nccl"
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get("cuda") == "nccl"
 
 
 def smallest_device(used: Sequence[Direction]) -> tuple[int, int]:

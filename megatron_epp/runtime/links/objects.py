@@ -77,8 +77,7 @@ class ObjectGroup:
         """Return the items of all members, in their order. A collective call, like `from_first`."""
         items = [item]
         for group in self.levels:  # up the tree; blocks are consecutive, so the items stay in the order of ranks
-            parts = gathered_by([_first_of(group)], items, group)
-            items = [member_item for part in parts or [] for member_item in part]
+            items = [member_item for part in gathered_by([_first_of(group)], items, group) or [] for member_item in part]
         return self.from_first(items)
 
 

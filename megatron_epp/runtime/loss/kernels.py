@@ -60,10 +60,8 @@ def explain(case: LossCase) -> tuple[LossKernel | None, str]:
     Every rank on which a supported kernel fails verification logs a warning.
     """
     obstacle = LIGER.obstacle(case)
-    if not obstacle:
-        obstacle = _failed_verification(LIGER, case)
-        if obstacle:
-            logger.warning("%s is not used here: %s. Losses take more memory, which plans count", LIGER.name, obstacle)
+    if not obstacle and (obstacle := _failed_verification(LIGER, case)):
+        logger.warning("%s is not used here: %s. Losses take more memory, which plans count", LIGER.name, obstacle)
     return (None, f"{LIGER.name}: {obstacle}") if obstacle else (LIGER, "")
 
 
@@ -113,8 +111,7 @@ def _launch(logits: Tensor, labels: Tensor, has_gradients: bool) -> Tensor:
     """Run Liger's kernel with one program per token; return the losses, ``[tokens]`` in fp32."""
     kernel, losses = _liger(), torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     arguments = _arguments(logits, labels, losses, has_gradients)
-    warps = 16 if torch.version.hip else 32
-    kernel[(len(logits),)](**{name: arguments[name] for name in kernel.arg_names}, num_warps=warps)
+    kernel[(len(logits),)](**{name: arguments[name] for name in kernel.arg_names}, num_warps=16 if torch.version.hip else 32)
     return losses
 
 

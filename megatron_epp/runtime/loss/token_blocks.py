@@ -98,7 +98,10 @@ class _BlockLosses(torch.autograd.Function):
                 grad = subtract_column(rows @ weight.t(), log_sum[part, None])
                 if len(grad_values) == 1:
                     grad.exp_().scatter_add_(1, index[part], -is_here[part].to(grad.dtype))
-                    grad = _scaled(grad, of_losses, x.dtype)
+                    # In one pass, in place if the input has this type; a name for `out` would keep it for the next block.
+                    grad = torch.mul(
+                        grad, of_losses, out=grad if grad.dtype == x.dtype else torch.empty_like(grad, dtype=x.dtype)
+                    )
                 else:
                     factor = of_losses.sum(1, keepdim=True)
                     if more:  # the gradient of an entropy is -p (log p + entropy)
@@ -199,11 +202,6 @@ def _entries(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor
 def subtract_column(logits: Tensor, column: Tensor) -> Tensor:
     """Return ``logits - column`` in the column's type, in one pass: in place, or in new memory if the logits are narrower."""
     return logits.sub_(column) if logits.dtype == column.dtype else logits - column
-
-
-def _scaled(grad: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``grad * column`` in type `dtype`, in one pass: in place, or in new memory if `dtype` is another."""
-    return torch.mul(grad, column, out=grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype))
 
 
 def to_fp32(x: Tensor) -> Tensor:

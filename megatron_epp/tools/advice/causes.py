@@ -201,8 +201,7 @@ class Gain:
     @property
     def factors(self) -> tuple[float, ...]:
         """Speed with each cause over that without it; infinite where nothing fits without it, 1 where nothing fits with it."""
-        pairs = pairwise(self.steps_us)
-        return tuple(1.0 if math.isinf(after) else before / after for before, after in pairs)
+        return tuple(1.0 if math.isinf(after) else before / after for before, after in pairwise(self.steps_us))
 
     @property
     def over_megatron(self) -> float:

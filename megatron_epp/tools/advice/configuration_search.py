@@ -182,8 +182,7 @@ class _Search:
         for number, config in enumerate(best):
             self.say(f"layouts of {number} of {len(best)} configurations searched")
             with suppress(InfeasibleError):
-                sample = self.question.sample(config, self._shares[config.data][0])
-                searched = config.with_layout(choose(sample).layout)
+                searched = config.with_layout(choose(self.question.sample(config, self._shares[config.data][0])).layout)
                 self.look_at([searched] if searched not in known else [], "searched layouts")
 
     def plan_best(self, question: Question) -> None:
@@ -245,8 +244,7 @@ class _Search:
     def _refuse(self, config: Configuration, error: InfeasibleError) -> None:
         needed, cap = error.least_cap_bytes, self.question.cap_bytes
         of_cap = f"a replica's share of this batch needs {format_gib(needed, cap)} of {format_gib(cap, needed)}"
-        why = of_cap if needed else error.message.rstrip()
-        self.refused.append(Misfit(config.name, why, needed, config))
+        self.refused.append(Misfit(config.name, of_cap if needed else error.message.rstrip(), needed, config))
 
 
 def _bare(config: Configuration) -> Configuration:

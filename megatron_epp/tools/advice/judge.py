@@ -143,8 +143,7 @@ def choices_of(
     question: Question, config: Configuration, shares: Sequence[Share], layouts: Iterable[Layout] = ()
 ) -> StockChoices:
     """Return what Megatron's own 1F1B may have, in its favour: replicas that share experts do not wait for others' rows."""
-    layers = even_layers(int(question.flags["num_layers"]), config.pipeline)
-    even = Layout(layers, Placement("looped", config.pipeline, 1))
+    even = Layout(even_layers(int(question.flags["num_layers"]), config.pipeline), Placement("looped", config.pipeline, 1))
     config = config.with_layout(even)
     dealt = [by_count(len(question.lengths), replica, config.data) for replica in range(config.data)]
     whole = replace(question, flags=question.flags | {"epp_loss_block_tokens": 0}, borrowed=())
@@ -167,9 +166,7 @@ def choices_of(
 
 
 def step_without_shards_us(question: Question, judged: Judged) -> float:
-    """Return the time of a step by plans with the vocabulary on the last stage and weight gradients within backwards, which
-    share nothing.
-    """
+    """Return the time of a step with the vocabulary on the last stage, weight gradients within backwards and nothing shared."""
     config, asked = judged.config, replace(question, options=replace(question.options, split_weight=False), borrowed=())
     if not config.shards_vocabulary and asked == question:
         return judged.parts.step_us

@@ -61,8 +61,7 @@ class Configuration:
 
     @property
     def stages(self) -> Layout:
-        placement = Placement(self.placement, self.pipeline, self.virtual)
-        return Layout(self.layers, placement, self.shards_vocabulary)
+        return Layout(self.layers, Placement(self.placement, self.pipeline, self.virtual), self.shards_vocabulary)
 
     @property
     def rank_of(self) -> tuple[int, ...]:
@@ -221,5 +220,4 @@ class Question:
         rates, in_node = self.cluster.rates, max(1, min(group, self.cluster.devices_per_node // spacing))
         rate = min(rates.exchange_bytes, in_node * rates.message_bytes) if group > in_node else rates.exchange_bytes
         value_bytes = 2 if self.flags.get("bf16") or self.flags.get("fp16") else 4
-        moved_bytes = self.trained_share * parameters * (REDUCED_BYTES + value_bytes) * (1 - 1 / group)
-        return MICROSECONDS * moved_bytes / rate
+        return MICROSECONDS * (self.trained_share * parameters * (REDUCED_BYTES + value_bytes) * (1 - 1 / group)) / rate

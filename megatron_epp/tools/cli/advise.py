@@ -117,8 +117,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         is_shipped, plain = args.model in shipped("models") and not Path(args.model).is_file(), advice_text.without_sizes
         model = args.model if is_shipped and plain(load_flags(args.model)) == plain(question.flags) else None
-        text = advice_text.recipe_text(question, best.config, model, f"--lengths {args.lengths}")
-        write_text(args.output, text)
+        write_text(args.output, advice_text.recipe_text(question, best.config, model, f"--lengths {args.lengths}"))
     return 0
 
 

@@ -90,8 +90,7 @@ def settle_latents(args: argparse.Namespace, batches: Sequence[Lengths], planner
         settings = argparse.Namespace(**vars(args) | unsearched | {"latents": choice})
         layout = chosen_layout(settings, batches, planners).layout
         problems = [problem_of(settings, batch, layout.placement) for batch in batches]
-        costs = costs_of(settings, _joined(batches), layout)
-        return LatentsTrial(problems, costs, options_from(args, planner="greedy"))
+        return LatentsTrial(problems, costs_of(settings, _joined(batches), layout), options_from(args, planner="greedy"))
 
     with progress("planning with latents, and with keys and values"):
         choice = choose_latents(trial)

@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not _HELP.isdisjoint(argv):
         os.environ.setdefault(megatron_epp.COMPILED_VARIABLE, "0")  # help compiles nothing, and importing numba takes long
-    named = next((word for word in argv if not word.startswith("-")), "")
-    parser = _parser([named])
+    parser = _parser([next((word for word in argv if not word.startswith("-")), "")])
     try:
         args = parser.parse(argv)
         parser = args.parser

@@ -154,8 +154,7 @@ def _measured(args: argparse.Namespace, shape: ModelShape) -> Profile:
         "versions": {"python": platform.python_version()} | {name: version_of(name) for name in ("torch", "megatron-epp")},
         "shape": asdict(shape),
     }
-    rates = RATES["h100" if gpu else "cpu"]
-    return fit_profile(points, shape, rates, f"measured:{gpu or 'cpu'}", origin)
+    return fit_profile(points, shape, RATES["h100" if gpu else "cpu"], f"measured:{gpu or 'cpu'}", origin)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def why(explanation: Explanation, width: int | None = 120) -> list[str]:
         lines += ["", f"under the cap of {format_cap(cap, max(plan.predicted.peak_bytes))}", *_steps(explanation, under)]
     if any(id(candidate.table) in explanation.remade for walk in explanation.walks for candidate in walk.candidates):
         lines.append("  * made again later, with more memory for messages: a step that was a gain can read as a loss")
-    if not explanation.has_candidate:
+    if not explanation.walks[-1].candidates[-1].fits:
         return [*lines, "  nothing fits in any order that was tried; the plan is in the order that keeps the least"]
     took_us, bound_us = plan.predicted.makespan_us, plan.predicted.lower_bound_us
     best = explanation.walks[-1].candidates[-1]

@@ -57,8 +57,7 @@ def exports(settings: Settings, masked: bool = False) -> list[str]:
     from omegaconf import OmegaConf  # which `megatron-core[training]` brings
 
     text = re.sub(r"\$\{\s*oc\.env\s*:\s*", "${oc.select:variables.", settings.text)
-    markers = {"variables": {name: f"@epp-env@{name}@" for name in os.environ}}
-    config = OmegaConf.merge(OmegaConf.create(text), markers)
+    config = OmegaConf.merge(OmegaConf.create(text), {"variables": {name: f"@epp-env@{name}@" for name in os.environ}})
     lines = []
     for name in sorted(settings.launch.environment or {}):
         if (value := config.launch.environment[name]) is not None:
@@ -73,8 +72,7 @@ def exports(settings: Settings, masked: bool = False) -> list[str]:
 def save_run(settings: Settings, command: Sequence[str]) -> None:
     """Write ``command.sh``, ``settings.yaml`` and ``versions.json``; private if a name says secret. Raises `EppError`."""
     script = "\n".join(["#!/usr/bin/env bash", *exports(settings), f"exec {shlex.join(command)}", ""])
-    own = json.dumps(versions(), indent=2) + "\n"
-    texts = {"command.sh": script, "settings.yaml": settings.text, "versions.json": own}
+    texts = {"command.sh": script, "settings.yaml": settings.text, "versions.json": json.dumps(versions(), indent=2) + "\n"}
     is_private = any(_SECRET.search(name) for name in settings.launch.environment or {})
     try:
         settings.folder.mkdir(parents=True, exist_ok=True)

@@ -119,8 +119,7 @@ def profile_for(measured: Profile | None, shape: ModelShape, rates: Rates) -> Pr
 
     there = "layer", "attention", *["dense_layer"] * bool(measured.dense_layers), *["prediction"] * bool(measured.predictions)
     parts: dict[str, Any] = {name: timed(getattr(formula, name), getattr(measured, name)) for name in there}
-    of_latents = {name: getattr(formula, name) for name in _OF_LATENTS}
-    return replace(measured, **parts | of_latents)
+    return replace(measured, **parts | {name: getattr(formula, name) for name in _OF_LATENTS})
 
 
 def context_exchange_us(shape: ModelShape, rates: Rates) -> tuple[float, ...]:

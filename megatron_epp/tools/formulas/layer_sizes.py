@@ -278,8 +278,7 @@ class LayerSizes:
     def _shared_heads(self) -> tuple[int, int]:
         """Heads of keys and values of a tensor-parallel rank, and query heads of each, zeros among them (`shared_heads`)."""
         keys = self.kv_heads_per_tensor_rank
-        queries = max(1, self.num_attention_heads // (self.tensor_parallel * keys))
-        return shared_heads(keys, queries, self.context_parallel)
+        return shared_heads(keys, max(1, self.num_attention_heads // (self.tensor_parallel * keys)), self.context_parallel)
 
     @property
     def heads_on_rank(self) -> int:

@@ -260,8 +260,7 @@ def _windows(flags: dict[str, Any]) -> dict[str, Any]:
     mixers = mixers_of(flags)
     attends = [symbol in "*+" for symbol in mixers * (_whole(flags, "num_layers") if len(mixers) == 1 else 1)]
     narrow = [True] * len(attends) if every is None else all_but_every(every, len(attends))
-    share = sum(map(bool.__and__, narrow, attends)) / max(1, sum(attends))
-    return {"window": int(sides[1]), "window_share": share}
+    return {"window": int(sides[1]), "window_share": sum(map(bool.__and__, narrow, attends)) / max(1, sum(attends))}
 
 
 def mixers_of(flags: Mapping[str, Any]) -> str:

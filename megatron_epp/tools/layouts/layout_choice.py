@@ -94,8 +94,7 @@ class Sample:
     def even(self) -> Layout:
         """Even layers, on one stage per rank unless another placement is asked for."""
         first = self.tried[0]
-        layers = even_layers(self.num_layers, first.num_stages)
-        return Layout(layers, first, self.vocabulary[0])
+        return Layout(even_layers(self.num_layers, first.num_stages), first, self.vocabulary[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ def _forward(net: Any, number: int, hidden_states: Tensor, context: ChunkContext
     shared = of_group(net.pg_collection.cp)
     mix = functools.partial(_layer(net, number, shared), context=context)
     out = shared.attend(mix, q, (k, v, strength[..., None], decay[..., None]))
-    normed = net._apply_gated_norm(out, gate)
-    return net.out_proj(normed.view(len(out), 1, -1))
+    return net.out_proj(net._apply_gated_norm(out, gate).view(len(out), 1, -1))
 
 
 def _layer(net: Any, number: int, shared: Any) -> Any:

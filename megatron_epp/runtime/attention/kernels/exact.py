@@ -45,8 +45,7 @@ def _blocks(table: SegmentTable) -> Iterator[_Block]:
             for first in range(0, segment.num_tokens, step):
                 last = min(first + step, segment.num_tokens)
                 begin = max(0, segment.start + first - table.window)
-                keys = slice(k0 + begin, k0 + segment.start + last)
-                yield _Block(slice(q0 + first, q0 + last), keys, window=table.window)
+                yield _Block(slice(q0 + first, q0 + last), slice(k0 + begin, k0 + segment.start + last), window=table.window)
             continue
         queries = slice(q0, q0 + segment.num_tokens)
         if not table.causal:

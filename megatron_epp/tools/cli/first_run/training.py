@@ -65,8 +65,7 @@ def parity(setting: Setting) -> Outcome:
     for name, changes in runs.items():
         with progress(f"training {iterations} iterations, {name}"):
             where, own = folder / name.replace(" ", "-"), settings | changes
-            variables = {} if own.get("bf16") else NO_TF32
-            losses[name] = train(where, ranks, own, timeout_s=600.0, environment=variables).losses
+            losses[name] = train(where, ranks, own, timeout_s=600.0, environment={} if own.get("bf16") else NO_TF32).losses
     exact, floor = losses.get("stock in fp32", losses["stock"]), _BF16_FLOOR if "stock in fp32" in losses else _FP32_ALLOWED
     difference = deviation(exact, losses["stock"], losses["elastic"], floor)
     todo = f"send this report with the logs in {folder}; `python -m scripts.parity` of a checkout compares single tensors"

@@ -137,8 +137,7 @@ def _lanes(actions: Sequence[Action], counts: Sequence[int], starts: Sequence[fl
 
 def _times(values: Iterable[float]) -> list[float]:
     """Round times; whole numbers become integers, which are shorter as text."""
-    rounded = (round(value, _DECIMALS) for value in values)
-    return [int(value) if value == int(value) else value for value in rounded]
+    return [int(value) if value == int(value) else value for value in (round(value, _DECIMALS) for value in values)]
 
 
 def _reasons(graph: Graph, binding: Sequence[BindingDependency], ends: Sequence[float], numbers: Sequence[int]) -> PageColumns:
@@ -246,8 +245,7 @@ def save_page(shown: Sequence[Shown], path: str | Path) -> None:
 
 def embedded(data: object) -> str:
     """Format data as JSON that can stand in a `script` element: texts in it cannot end the element."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-    return text.replace("<", "\\u003c")
+    return json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True).replace("<", "\\u003c")
 
 
 def _asset(name: str) -> str:
