@@ -80,7 +80,14 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
     timers("batch-generator", log_level=2).start()
     batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    return model(batch.pop("tokens"), **batch), partial(token_loss, batch["loss_mask"])
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(token_loss, batch["loss_mask"])
 
 
 def build_model(
