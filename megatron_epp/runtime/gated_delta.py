@@ -77,6 +77,7 @@ class DeltaLayer:
         (seen,), ends = behind_tails(own, tails, (rows,)), table.key_starts if tails else table.query_starts
         if self.convolve is not None:
             offsets = table.cu_seqlens(rows.device)[bool(tails)]  # no copy from the host in every layer
+            offsets = offsets.clone() if tails else offsets  # kept for backward, without those of the class of segments
             mixed = self.convolve(seen[None], self.filters[:, 0], self.bias, offsets)[0]
         else:
             mixed = torch.cat([self._one(seen[start:end]) for start, end in pairwise(ends)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.handover import Handover, of_chunk, tails_of
+from megatron_epp.runtime.handover import Handover, behind_tails, of_chunk, tails_of
 
 _NO_STEP = -1e4
 """Input of softplus, whatever its bias, for a step of 0: such a row neither feeds the state nor lets it decay."""
@@ -37,22 +38,26 @@ class StateSpaceLayer:
     def __call__(self, rows: Tensor, context: ChunkContext) -> Tensor:
         """Return the output ``[tokens, heads * channels]`` of a chunk's tokens, of which rows are ``[tokens, columns]``."""
         own, handover = of_chunk(context), context.kv_cache.carried(Handover)
-        entered, starts = handover.enter(self.number, context), own.table.query_starts
+        entered = handover.enter(self.number, context)
         mixed = rows[:, self.gate_width : self.gate_width + self.mixed_width]
         tails, ends = tails_of(own, {cut: state[:1] for cut, state in entered.items()}, (mixed,), self.filter_width - 1)
+        # Kernels have no state of the convolution, so the rows that it looks back to stand in front, for no output. All rows
+        # are copied, if any are: a view of the chunk's would keep all of these, too.
+        ahead = {number: len(tail) for number, (tail,) in tails.items()}
+        in_front = {number: (self._without_step(tail, rows),) for number, (tail,) in tails.items()}
+        (rows,) = behind_tails(own, in_front, (rows,))
+        sizes = (segment.num_tokens + ahead.get(number, 0) for number, segment in enumerate(own.table.segments))
+        starts = [*accumulate(sizes, initial=0)]
         states, outs, done = {cut: state for cut, (_, state) in entered.items()}, list[Tensor](), 0
         for number, before, behind in own.parts:
             if number > done:  # company has no state that enters or leaves
                 outs.append(self._packed(rows[starts[done] : starts[number]], own.table, done, number))
             stretch, done = rows[starts[number] : starts[number + 1]], number + 1
-            # Kernels have no state of the convolution, so the rows that it looks back to stand in front, for no output.
-            (tail,) = tails.get(number, (mixed[:0],))
-            seen = torch.cat([self._without_step(tail, rows), stretch]) if len(tail) else stretch
             state, is_followed = None if before is None else states[before], behind is not None
-            out = self.scan(seen[None], initial_states=state, return_final_states=is_followed)
+            out = self.scan(stretch[None], initial_states=state, return_final_states=is_followed)
             if behind is not None:
                 out, states[behind] = out
-            outs.append(out[0, len(tail) :])
+            outs.append(out[0, ahead.get(number, 0) :])
         if len(own.table.segments) > done:
             outs.append(self._packed(rows[starts[done] :], own.table, done, len(own.table.segments)))
         out = torch.cat(outs) if len(outs) > 1 else outs[0]
