@@ -41,7 +41,7 @@ CHANNELS = 64
 
 
 def layouts(members: int, tokens: int, prefix: int) -> tuple[ChunkLayout, ...]:
-    """Of the prefix, and of the segments behind it."""
+    """Chunks of the prefix, and of the segments behind it."""
     first = Chunk((Segment(0, 0, prefix),))
     second = Chunk(tuple(Segment(q, prefix, prefix + tokens) for q in range(members)))
     borrowed = (NOTHING_BORROWED, *[Borrowed(0, prefix)] * (members - 1))

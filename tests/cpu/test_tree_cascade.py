@@ -82,7 +82,7 @@ CHUNKS = (
     chunk((0, 5, 8), (5, 0, 4)),
     chunk((0, 8, 10), (1, 8, 14), (2, 11, 13), (5, 4, 6), (3, 11, 15), (4, 8, 9)),
 )
-"""Of a prefix in two chunks read by four, of which three also read 3 tokens more, with another sequence among them."""
+"""A prefix in two chunks that four read, three of which also read 3 tokens more, with another sequence among them."""
 
 
 def test_rows_in_common_are_in_front_once_and_every_segment_reads_all_of_its_prefix():

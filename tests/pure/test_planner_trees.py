@@ -19,6 +19,7 @@ from megatron_epp.planner import Options, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.breakdown import peak_items
 from megatron_epp.planner.result import plan_or_refuse
+from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.tools.report.text import headline
 from tests.support.plan import second_simulator
 from tests.support.plan.planner_cases import GIB, pipeline, problem
@@ -58,7 +59,7 @@ def test_random_forests_have_sound_plans_in_which_each_token_runs_once(seed, mul
 
 
 def test_keys_are_held_by_their_chunk_and_sums_of_gradients_from_the_first_reader_on():
-    """Of a prompt of 4 tokens and its response of 2 in one chunk, another response of 3 behind it, and one of 1 in a third."""
+    """A prompt of 4 tokens and its response of 2 are in one chunk, another response of 3 in the next, one of 1 in a third."""
     chunks = chunk((0, 0, 6)), chunk((1, 4, 7)), chunk((2, 4, 5))
     lengths, borrowed = (6, 7, 5), (NOTHING_BORROWED, Borrowed(0, 4), Borrowed(0, 4))
     work = work_of_tree(chunks, replace(problem(lengths, 2), borrowed=borrowed), lengths, 4)
@@ -162,6 +163,7 @@ def test_a_part_of_a_batch_keeps_what_its_sequences_borrow():
     lengths, borrowed = groups(2, 2, 100, 50)
     asked = replace(problem(lengths, 2), borrowed=borrowed)
     assert asked.indivisible == ((0, 1), (2, 3))
+    assert sequence_work(asked, COSTS)[1] < 0.5 * sequence_work(asked, COSTS)[0]  # replicas are balanced by tokens that run
     assert asked.part((2, 3)).borrowed == (NOTHING_BORROWED, Borrowed(0, 99))
 
 

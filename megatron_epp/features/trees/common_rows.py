@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_epp.plan import Segment
 
 type Reads = Mapping[Segment, tuple[tuple[Segment, int], ...]]
-"""What `readers.reads_of` returns."""
+"""Result of `readers.reads_of`: for each segment, those that it reads, and up to which token."""
 
 LEAST_ROWS = 2048
 """Fewest rows that must be gathered less for a call more to be worth it. Not measured: of 8 heads of 128 channels they take

@@ -91,6 +91,7 @@ def as_trained(batch: Lengths, flags: Mapping[str, Any]) -> Lengths:
     (`sharing.obstacle`), which is logged.
     """
     reasons = {"experts": "num_experts", "FP8": "fp8", "FP4": "fp4", "multi-token prediction": "mtp_num_layers"}
+    reasons |= {"dropout": "hidden_dropout", "dropout of attention": "attention_dropout"}
     if what := next((what for what, flag in reasons.items() if flags.get(flag)), ""):
         logger.warning("a model with %s trains every sequence by itself: tokens in common are counted for each", what)
         return Lengths(batch.lengths)

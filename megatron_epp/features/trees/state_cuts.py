@@ -10,7 +10,7 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.chunk import Borrowed, path_of
 
 type Cut = tuple[int, int]
-"""A sequence, and its first token behind the cut, as in `runtime.attention.segments`, which needs torch."""
+"""A sequence, and its first token behind the cut, as in `runtime.handover`, which needs torch."""
 
 
 class Part(NamedTuple):

@@ -20,7 +20,7 @@ from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal
 LENGTHS = (40, 10, 24, 4, 18, 56)
 """Positions of the samples; all train, and two replicas have three each."""
 SIBLINGS = (40, 44, 48, 4, 50, 56)
-"""Of samples of which all but the shortest begin alike."""
+"""Lengths of samples of which all but the shortest begin alike."""
 CAP_BYTES = 180_000
 """Cap on a rank's memory that is too low for the longest samples, and leaves room for the others."""
 SETTINGS = {"slices": 3, "wait_limit_seconds": 60}
