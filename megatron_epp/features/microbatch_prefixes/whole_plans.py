@@ -1,0 +1,61 @@
+"""Plans of whole microbatches that share prefixes also with each other, and whose losses get the rows of all their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megatron_epp import planner
+from megatron_epp.cost.blocks import INPUT
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.features.trees.choice import faster
+from megatron_epp.plan import Chunk, Plan
+from megatron_epp.plan.problem import Options, Problem
+
+_ROWS_KEPT = 3
+"""Bytes of hidden states that the last stage holds of a token besides: its row for those that read it, and in fp32 the sum of
+the row's gradients."""
+
+
+def plan_whole(problem: Problem, costs: PipelineCosts, options: Options) -> Plan:
+    """Return the faster plan: of prefixes in common that run once, or of microbatches by themselves."""
+    *others, last = costs.stages
+    rows = {
+        block: block.bytes_per_token + _ROWS_KEPT * costs.hidden_bytes_per_token * (block.kind == INPUT)
+        for block in last.blocks
+    }
+    last = replace(last, blocks=tuple(replace(block, bytes_per_token=size) for block, size in rows.items()))
+    sharing = replace(costs, stages=(*others, last))
+    # All of a microbatch's tokens pass the output layer, also those whose rows others have computed.
+    trained = tuple(
+        (-(-(length**2) // (length - each.tokens)),) for length, each in zip(problem.lengths, problem.borrowed, strict=True)
+    )
+
+    def made(asked: Problem) -> Plan:
+        if not asked.borrowed:
+            return planner.plan(asked, costs, options)
+        return planner.plan(replace(asked, trained=trained), sharing, replace(options, shares=True))
+
+    return faster(problem, costs, options, made)
+
+
+def lenders_first(chunks: Iterable[Chunk], problem: Problem) -> tuple[Chunk, ...]:
+    """Return microbatches in an order as near to the given one as their sequences' lenders allow, which run ahead of them.
+
+    Every sequence borrows of one with a smaller number, so that there is such an order.
+    """
+    table = [*chunks]
+    at = {segment.sequence: c for c, chunk in enumerate(table) for segment in chunk.segments}
+    arranged: dict[int, None] = {}
+
+    def put(c: int) -> None:
+        for segment in table[c].segments:
+            lender, tokens = problem.borrowed[segment.sequence]
+            if tokens and at[lender] != c and at[lender] not in arranged:
+                put(at[lender])
+        arranged[c] = None
+
+    for c in range(len(table)):
+        if c not in arranged:
+            put(c)
+    return tuple(table[c] for c in arranged)
