@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_epp import planner
-from megatron_epp.cost.blocks import INPUT
+from megatron_epp.cost.blocks import INPUT, BlockCosts
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.features.trees.choice import faster
 from megatron_epp.plan import Chunk, Plan
@@ -19,13 +19,17 @@ the row's gradients."""
 
 def plan_whole(problem: Problem, costs: PipelineCosts, options: Options) -> Plan:
     """Return the faster plan: of prefixes in common that run once, or of microbatches by themselves."""
-    *others, last = costs.stages
-    rows = {
-        block: block.bytes_per_token + _ROWS_KEPT * costs.hidden_bytes_per_token * (block.kind == INPUT)
-        for block in last.blocks
-    }
-    last = replace(last, blocks=tuple(replace(block, bytes_per_token=size) for block, size in rows.items()))
-    sharing = replace(costs, stages=(*others, last))
+    rows = _ROWS_KEPT * costs.hidden_bytes_per_token
+
+    def keeping(block: BlockCosts, more: float) -> BlockCosts:
+        """Return a block that keeps so much more, and keys and values in addition to what was measured without them."""
+        least = 0.0 if block.kv is None else block.kv.bytes_per_token + block.input_bytes_per_token
+        return replace(block, bytes_per_token=more * (block.kind == INPUT) + max(block.bytes_per_token, least))
+
+    more = [0.0] * (len(costs.stages) - 1) + [rows]
+    pairs = zip(costs.stages, more, strict=True)
+    kept = tuple(replace(stage, blocks=tuple(keeping(block, own) for block in stage.blocks)) for stage, own in pairs)
+    sharing = replace(costs, stages=kept)
     # All of a microbatch's tokens pass the output layer, also those whose rows others have computed.
     trained = tuple(
         (-(-(length**2) // (length - each.tokens)),) for length, each in zip(problem.lengths, problem.borrowed, strict=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import megatron_epp
 from scripts.demo_rl.engine import _packed_attention
-from tests.support.mcore.jobs.frameworks import apart, begin, megatrons_schedule, with_fixed_times
+from tests.support.mcore.jobs.frameworks import Loop, apart, begin, megatrons_schedule, with_fixed_times
 
 VOCABULARY = 64
 PROMPT = 40
@@ -22,14 +22,14 @@ RUNS = 6
 """Costs are learnt in the first four."""
 
 
-def sequences(groups: int, size: int, prompt: int = PROMPT, seed: int = 3) -> list[Tensor]:
+def sequences(groups: int, size: int, is_even: bool = False, seed: int = 3) -> list[Tensor]:
     """Draw groups of sequences with a prompt each, the groups mixed as by a balanced partition."""
     made = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(groups):
-        first = torch.randint(VOCABULARY, (prompt,), generator=made)
+        first = torch.randint(VOCABULARY, (PROMPT,), generator=made)
         for _ in range(size):
-            rest = int(torch.randint(4, 24, (1,), generator=made))
+            rest = 8 if is_even else int(torch.randint(4, 24, (1,), generator=made))
             found.append(torch.cat([first, torch.randint(VOCABULARY, (2 * rest,), generator=made)]))
     order = torch.randperm(len(found), generator=made).tolist()
     return [found[at] for at in order]
@@ -63,6 +63,18 @@ def step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Cal
     return output, loss_func
 
 
+def summed(loop: Loop, schedule: Callable[..., Any]) -> tuple[Any, list[Tensor]]:
+    """Return results and gradients, those of parameters that each tensor-parallel rank reads for its tokens in sum."""
+    from megatron.core import parallel_state
+
+    results, gradients = loop.run(schedule)
+    parameters = [p for model in loop.models for p in model.parameters() if p.grad is not None]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+    return results, gradients
+
+
 def compared(
     groups: int = 2, size: int = 4, per_microbatch: int = 2, settings: Mapping[str, Any] | None = None, **parallel: Any
 ) -> dict[str, Any]:
@@ -70,19 +82,19 @@ def compared(
 
     Returns for every run by plans the largest relative difference of gradients, and results of both.
     """
-    own = packed(sequences(groups, size), per_microbatch)
+    own = packed(sequences(groups, size, bool(parallel.get("stages", 0) > 2)), per_microbatch)
     loop = begin([int(batch["cu_seqlens"][-1]) for batch in own], positions="rope", apply_rope_fusion=False, **parallel)
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     DotProductAttention.forward = _packed_attention
     loop.batches, loop.forward_step = partial(iter, own), step
     schedule = megatrons_schedule()
-    stock = loop.run(schedule)
+    stock = summed(loop, schedule)
     with_fixed_times(US_PER_TOKEN)
     planned = megatron_epp.wrap(**settings or {})
     runs = []
     for _ in range(RUNS):
-        results, gradients = loop.run(planned)
+        results, gradients = summed(loop, planned)
         runs.append({"worst": apart(gradients, stock[1]), "results": results})
     with torch.no_grad():
         evaluated = [loop.call(one, forward_only=True) for one in (planned, schedule)]
