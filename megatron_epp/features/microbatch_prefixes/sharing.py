@@ -85,11 +85,11 @@ class PrefixModel:
             if self.problem:
                 self.problem = _problem(call.arguments, context)
             return self._forward(*args, **named)
-        rows = None
-        for name in ("input_ids", "position_ids"):
-            if isinstance(whole := call.arguments.get(name), Tensor):
-                rows = own_tokens(context, whole.device) if rows is None else rows
-                call.arguments[name] = whole.flatten()[rows][None]
+        if self.model.pre_process:  # no other stage reads tokens
+            rows = own_tokens(context, call.arguments["input_ids"].device)
+            for name in ("input_ids", "position_ids"):
+                if isinstance(whole := call.arguments.get(name), Tensor):
+                    call.arguments[name] = whole.flatten()[rows][None]
         call.arguments["packed_seq_params"] = ChunkParams(context)
         return self._forward(*call.args, **call.kwargs)
 
