@@ -45,8 +45,12 @@ def packed(tokens: Sequence[Tensor], per_microbatch: int) -> list[dict[str, Tens
     return batches
 
 
+def unread_of(batch: dict[str, Tensor]) -> list[int]:
+    return [PROMPT - 1] * (len(batch["cu_seqlens"]) - 1)
+
+
 def step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-    """Run a microbatch, whose loss reads the logits of all its tokens."""
+    """Run a microbatch, whose loss reads the logits of all its tokens, or of responses if it says so."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     batch = next(iterator)
@@ -57,8 +61,10 @@ def step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Cal
 
     def loss_func(logits: Tensor) -> Any:
         weights = torch.sin(torch.arange(logits.numel(), dtype=torch.float32)).view(logits.shape)
+        for start in ends[:-1] if "of_responses" in batch else ():
+            weights[:, start : start + PROMPT - 1] = 0.0
         loss = (logits.log_softmax(-1) * weights).sum() / logits.shape[-1]
-        return loss, {"tokens": tokens.numel(), "loss": float(loss), "sum": float(logits.sum())}
+        return loss, {"tokens": tokens.numel(), "loss": float(loss)}
 
     return output, loss_func
 
@@ -76,13 +82,20 @@ def summed(loop: Loop, schedule: Callable[..., Any]) -> tuple[Any, list[Tensor]]
 
 
 def compared(
-    groups: int = 2, size: int = 4, per_microbatch: int = 2, settings: Mapping[str, Any] | None = None, **parallel: Any
+    groups: int = 2,
+    size: int = 4,
+    per_microbatch: int = 2,
+    settings: Mapping[str, Any] | None = None,
+    of_responses: bool = False,
+    **parallel: Any,
 ) -> dict[str, Any]:
     """Run microbatches once by stock and several times by plans, and evaluate with both.
 
-    Returns for every run by plans the largest relative difference of gradients, and results of both.
+    With `of_responses` losses read the logits of these alone, and plans are told. Returns for every run by plans the largest relative difference of gradients, and results of both.
     """
     own = packed(sequences(groups, size, bool(parallel.get("stages", 0) > 2)), per_microbatch)
+    if of_responses:
+        own = [batch | {"of_responses": torch.ones(1)} for batch in own]
     loop = begin([int(batch["cu_seqlens"][-1]) for batch in own], positions="rope", apply_rope_fusion=False, **parallel)
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -91,7 +104,7 @@ def compared(
     schedule = megatrons_schedule()
     stock = summed(loop, schedule)
     with_fixed_times(US_PER_TOKEN)
-    planned = megatron_epp.wrap(**settings or {})
+    planned = megatron_epp.wrap(**({"unread_of": unread_of} if of_responses else {}), **settings or {})
     runs = []
     for _ in range(RUNS):
         results, gradients = summed(loop, planned)
