@@ -13,7 +13,7 @@ from torch import Tensor
 
 import megatron_epp
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from scripts.demo_rl.engine import _packed_attention
+from scripts.demo_rl.engine import packed_attention
 from tests.support.mcore.jobs.frameworks import Loop, apart, begin, megatrons_schedule, with_fixed_times
 
 VOCABULARY = 64
@@ -105,7 +105,7 @@ def compared(
     loop = begin([int(batch["cu_seqlens"][-1]) for batch in own], positions="rope", apply_rope_fusion=False, **parallel)
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    DotProductAttention.forward = _packed_attention
+    DotProductAttention.forward = packed_attention
     loop.batches, loop.forward_step = partial(iter, own), step
     schedule = megatrons_schedule()
     stock = summed(loop, schedule)
