@@ -140,9 +140,9 @@ def text(args: Namespace, rows: Sequence[Figures]) -> str:
     for each in rows:
         own, planned, losses = each["times_s"], each["planned"], each["losses"]
         ratios = own["1F1B"] / own["shared"], own["separate"] / own["shared"], planned["separate"] / planned["shared"]
-        apart = max(abs(losses[name] / losses["1F1B"] - 1) for name in losses)
+        differs = max(abs(losses[name] / losses["1F1B"] - 1) for name in losses)
         lines.append(
-            [each["case"], *(f"{own[name]:.3f}" for name in SCHEDULES), *(f"{ratio:.2f}" for ratio in ratios), f"{apart:.1e}"]
+            [each["case"], *(f"{own[name]:.3f}" for name in SCHEDULES), *(f"{ratio:.2f}" for ratio in ratios), f"{differs:.1e}"]
         )
     columns = *(f"{name}, s" for name in SCHEDULES), "1F1B / shared", "separate / shared", "planned", "losses differ by"
     return table(["batch", *columns], lines)
