@@ -132,6 +132,18 @@ def test_plan_runs_tokens_in_common_once_and_says_how_many_or_runs_sequences_alo
         assert load(path).borrowed == ()
 
 
+OF_MODELS = [("--experts 4 --experts-per-token 2", "experts, "), ("--fp8-format e4m3 --fp8-recipe mxfp8", "FP8 or FP4, ")]
+
+
+@pytest.mark.parametrize(("flags", "reason"), OF_MODELS)
+def test_for_a_model_that_runs_every_sample_by_itself_parents_are_left_out_which_is_told_once(flags, reason, capsys):
+    asked = ["compare", "--lengths", GROUP, "--lengths", GROUP, "--planner", "greedy", "--stages", "2", "--layout", "even"]
+    assert main([*asked, "--cluster", "h100x8", *flags.split()]) == 0
+    said = capsys.readouterr()
+    assert said.err.count(f"megatron-epp: parents are left out, as the model has {reason}") == 1
+    assert "in common" not in said.out
+
+
 def test_a_tree_too_large_for_memory_is_refused_with_a_cap_that_would_do(tmp_path, capsys):
     deep = ",".join(["60000", *(f"{60000 + 10000 * n}@{n - 1}:{59000 + 10000 * (n - 1)}" for n in range(1, 4))])
     flags = ["plan", "--lengths", deep, "--layers", "8", "--stages", "2", "--layout", "even", "--vocab-parallel", "off"]

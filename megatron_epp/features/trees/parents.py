@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
@@ -10,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_epp.features.trees.obstacles import obstacle_of
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed, path_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.problem import Lengths, connected
 from megatron_epp.plan.reading import MOST_SIZE, brief, nearest_number, parse_json
-
-logger = logging.getLogger(__name__)
 
 _KEYS = ("tokens", "parent", "shared")
 _WORD = re.compile(r"(\d{1,10})(?:@(\d{1,10}):(\d{1,10}))?")
@@ -86,16 +84,11 @@ def whole(batch: Lengths, context: int, documents: str) -> Lengths:
     return batch
 
 
-def as_trained(batch: Lengths, flags: Mapping[str, Any]) -> Lengths:
-    """Return the batch, without parents where the flags are of a model that trains every sequence by itself
-    (`sharing.obstacle`), which is logged.
-    """
-    reasons = {"experts": "num_experts", "FP8": "fp8", "FP4": "fp4", "multi-token prediction": "mtp_num_layers"}
-    reasons |= {"dropout": "hidden_dropout", "dropout of attention": "attention_dropout"}
-    if what := next((what for what, flag in reasons.items() if flags.get(flag)), ""):
-        logger.warning("a model with %s trains every sequence by itself: tokens in common are counted for each", what)
-        return Lengths(batch.lengths)
-    return batch
+def as_trained(batches: Sequence[Lengths], flags: Mapping[str, Any]) -> tuple[list[Lengths], str]:
+    """Return batches, and nothing to say; or without parents, and why, if flags are of a model that does not share prefixes."""
+    if not (reason := obstacle_of(flags.get) if any(batch.borrowed for batch in batches) else ""):
+        return [*batches], ""
+    return [Lengths(batch.lengths) for batch in batches], f"parents are left out, as the model has {reason}"
 
 
 def _batch(lengths: Sequence[int], borrowed: Sequence[Borrowed]) -> Lengths:

@@ -158,7 +158,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
 def question_of(args: argparse.Namespace) -> Question:
     cluster = planning_flags.cluster_of(args)
     assert cluster is not None  # there is a default
-    sample = planning_flags.as_trained(args, sampled(args.lengths, args, args.global_batch_size))
+    (sample,) = planning_flags.as_trained(args, sampled(args.lengths, args, args.global_batch_size))
     context, batch = args.context or max(sample.lengths), drawn(sample, args.global_batch_size, args.seed)
     flags = flags_of(args)
     with of_model(args):

@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output and Path(args.output).suffix.lower() in (*terminal.PICTURES, terminal.PAGE):
         drawn = "--memory-out draws its memory, `megatron-epp show` its times"
         raise EppError(f"{args.output}: a plan is written as JSON; {drawn}")
-    batch = planning_flags.as_trained(args, lengths_of(args))
+    (batch,) = planning_flags.as_trained(args, lengths_of(args))
     planning_flags.tell_sharing(args)
     settle_latents(args, [batch])
     chosen = chosen_for(args, batch)
