@@ -90,8 +90,8 @@ def test_lengths_that_no_tree_has_are_refused_by_sequence_or_line(text, says, ca
     ("flags", "says"),
     [
         (["--batch-size", "2"], None),
-        (["--batch-size", "3"], "sequence 3 has its parent, sequence 2, in another batch (3 to 4)"),
-        (["--context", "800"], "sequence 0 has 900 tokens, and sequences with parents are not cut: give --context 900"),
+        (["--batch-size", "3"], "sequence 3 is in a batch of 3 to 4, and its parent, 2, is not: put "),
+        (["--context", "800"], "more than 800, and none is cut where some have parents; raise --context to 900"),
         (["--context", "900", "--documents", "stream"], "--documents stream joins documents"),
     ],
 )

@@ -15,7 +15,8 @@ _REASONS = {
 
 
 def obstacle_of(value_of: Callable[[str], Any]) -> str:
-    """Return why a model runs every sample by itself, empty if it may share prefixes. `value_of` returns None for what the flags
-    or the config do not know.
+    """Return why a model runs every sample by itself, by the values of its flags or its config; empty if it may share prefixes.
+
+    `value_of` returns None for what these do not have.
     """
     return next((reason for reason, names in _REASONS.items() if any(map(value_of, names))), "")

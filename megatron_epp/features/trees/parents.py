@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_epp.features.trees.obstacles import obstacle_of
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed, path_of
-from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.problem import Lengths, connected
 from megatron_epp.plan.reading import MOST_SIZE, brief, nearest_number, parse_json
@@ -51,8 +51,8 @@ def part(batch: Lengths, start: int, end: int) -> Lengths:
     own = list[Borrowed]()
     for q, (parent, shared) in enumerate(batch.borrowed[start:end], start):
         if shared and not start <= parent < end:
-            todo = "batches are of --batch-size sequences, in the order of the file"
-            raise EppError(f"sequence {q} has its parent, sequence {parent}, in another batch ({start} to {end - 1}): {todo}")
+            todo = "put sequences of a tree next to each other, and end batches between trees"
+            raise EppError(f"sequence {q} is in a batch of {start} to {end - 1}, and its parent, {parent}, is not: {todo}")
         own.append(Borrowed(parent - start, shared) if shared else NOTHING_BORROWED)
     return _batch(batch.lengths[start:end], own)
 
@@ -79,8 +79,8 @@ def whole(batch: Lengths, context: int, documents: str) -> Lengths:
     if documents == "stream":
         raise EppError("--documents stream joins documents, and sequences with parents stay as they are: leave it out")
     if (longest := max(batch.lengths)) > context:
-        has = f"sequence {batch.lengths.index(longest)} has {longest:,} tokens"
-        raise EppError(f"{has}, and sequences with parents are not cut: give --context {longest}, or leave it out")
+        has = f"sequence {batch.lengths.index(longest)} has {longest:,} tokens, more than {context:,}"
+        raise EppError(f"{has}, and none is cut where some have parents", Remedy("raise", "context", longest))
     return batch
 
 
