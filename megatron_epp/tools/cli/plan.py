@@ -205,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
         tell(f"{PROGRAM}: a peak of {format_bytes(peak)} {todo}")
     for lines in filter(None, (lines_why, chosen.lines(args))):
         say("\n" + "\n".join(lines))
-    hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layout balanced")
+    hint = advice(costs, best.placement, best.chunks, lambda _: "--layout balanced")
     if hint and args.layout not in (None, BALANCED, AUTO) and not planning_flags.has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
