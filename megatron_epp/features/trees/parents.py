@@ -100,7 +100,7 @@ def _words(text: str, has_lines: bool) -> Iterator[tuple[int, Borrowed]]:
         for word in line.replace(",", " ").split():
             if (match := _WORD.fullmatch(word)) is None or not 0 < int(match[1]) <= MOST_SIZE:
                 where = f"line {number}: " * has_lines
-                form = "a number of tokens (a whole number, 1 to 2,147,483,647), or of tokens@parent:shared"
+                form = "a number of tokens (a whole number, 1 to 2,147,483,647), or tokens@parent:shared, as 5500@0:2000"
                 raise EppError(f"{where}{brief(word)} is not {form}{nearest_number(word)}")
             yield int(match[1]), Borrowed(int(match[2]), int(match[3])) if match[2] else NOTHING_BORROWED
 
@@ -127,13 +127,12 @@ def _check(lengths: Sequence[int], parents: Sequence[Borrowed]) -> None:
             continue
         (parent, shared), what = named, f"sequence {q} of {lengths[q]:,} tokens"
         if not 0 <= parent < len(lengths):
-            raise EppError(f"{what} names parent {parent}: there are sequences 0 to {len(lengths) - 1}")
+            raise EppError(f"{what} names parent {parent}: there are sequences 0 to {len(lengths) - 1}, in their order")
         if parent == q:
             raise EppError(f"{what} names itself as its parent")
         if not 0 < shared < lengths[q]:
-            raise EppError(
-                f"{what} shares {shared:,} with its parent, sequence {parent}: 1 to {lengths[q] - 1:,} can be shared"
-            )
+            most = f"1 to {lengths[q] - 1:,} can be, as it has a token of its own"
+            raise EppError(f"{what} shares {shared:,} with its parent, sequence {parent}: {most}")
         if shared > lengths[parent]:
             raise EppError(f"{what} shares {shared:,} with its parent, sequence {parent}, which has {lengths[parent]:,}")
     for q in range(len(lengths)):

@@ -216,8 +216,12 @@ def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
     ):
         names = [entry.planner for entry in entries if entry.plan and getattr(PLANNERS.entry(entry.planner), is_so, False)]
         lines += [f"{what} {', '.join(names)}; with {flag}"] * bool(names)
-    shared = {entry.planner: entry.plan.num_shared_tokens for entry in entries if entry.plan}
-    lines += [f"{name}: {count:,} tokens in common run once" for name, count in shared.items() if count]
+    if batch.sequences.borrowed:
+        shared = {entry.planner: entry.plan.num_shared_tokens for entry in entries if entry.plan}
+        once = f"of {sum(lengths):,} tokens are in common with others and run once"
+        lines += [f"{name}: {count:,} {once}" for name, count in shared.items() if count]
+        alone = ", ".join(name for name, count in shared.items() if not count)
+        lines += [f"{alone}: every sequence runs whole"] * bool(alone)
     lines += [f"{entry.planner}: {entry.note}" for entry in entries if entry.note]
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     if gain is not None:

@@ -188,6 +188,9 @@ def run(args: argparse.Namespace) -> int:
         refusal = error.text(names_of(args.parser))
         caps = tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)
         best, lines_why = _planned(replace(problem, cap_bytes=caps), costs, args)
+    if batch.borrowed and not best.borrowed:
+        reason = "sharing them would not pay" if args.planner == "greedy" else f"planner {args.planner} shares none"
+        tell(f"{PROGRAM}: tokens in common run for every sequence: {reason}")
     if args.output and refusal:  # the plan shown is of a larger cap
         tell(f"{args.output} is not written: nothing fits the cap")
     elif args.output:
