@@ -90,12 +90,12 @@ type StockGain = tuple[Stock | None, Gain] | None
 
 def run(args: argparse.Namespace) -> int:
     """Compare all planners on all batches. Raises `EppError` if the arguments make no sense, or matplotlib is missing."""
-    of_names, given = zip(*batches_of(args), strict=True)
-    if args.output and len(given) > 1:
-        raise EppError(f"-o draws the plans of one batch, there are {len(given)}: give --lengths once")
+    of_names, asked = zip(*batches_of(args), strict=True)
+    if args.output and len(asked) > 1:
+        raise EppError(f"-o draws the plans of one batch, there are {len(asked)}: give --lengths once")
     names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or usual()))
     planning_flags.tell_sharing(args)
-    typical = as_trained(args, *given)
+    typical = as_trained(args, *asked)
     settle_latents(args, typical, names)
     chosen, longest = chosen_layout(args, typical, names), max(max(sequences.lengths) for sequences in typical)
     batches = [Batch(args, name, sequences, longest, chosen) for name, sequences in zip(of_names, typical, strict=True)]
