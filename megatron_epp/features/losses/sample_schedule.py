@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.data.batch import OF_TOKENS, GlobalBatch, InputColumns
+from megatron_epp.data.batch import OF_TOKENS, InputColumns
 from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.features import Asked, targets
@@ -32,7 +32,7 @@ from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
 from megatron_epp.mcore.model.replayed_routes import routed_layers, routing_of
 from megatron_epp.mcore.start.sliced_start import new_run
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.spans import refuse_forced_cuts
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job, raise_for
 
@@ -160,11 +160,14 @@ class SampleSchedule:
 
         problems = list[str]()
         loss, report = run_batch(run, models, batch, forward_only, finish, problems.append, reduces=last)
-        sums = None if stage is None or stage.loss_report is None else stage.loss_report.tolist()
+        own = None
+        if stage is not None and stage.loss_report is not None and mpu.get_tensor_model_parallel_rank() == 0:
+            own = RankReport(stage.loss_report.tolist(), by_sample(batch, values_of_chunks), problems)
         finish_batch(run, batch, loss, report, forward_only)
         if not (forward_only or last):
             self._unfinished.versions = _versions(models)
-        return self._report(batch, sums, values_of_chunks, problems, len(planned.dataset) if wanted else 0)
+        assert batch.plan is not None  # of `run_batch`
+        return self._report(batch.plan, own, len(planned.dataset) if wanted else 0)
 
     def close(self) -> None:
         for planned in self._ahead.values():
@@ -281,29 +284,18 @@ class SampleSchedule:
             return sum(any(counts[index] for index in group) for group in dataset.groups)
         return sum(count > 0 for count in counts)
 
-    def _report(
-        self,
-        batch: GlobalBatch,
-        sums: list[float] | None,
-        values_of_chunks: list[tuple[int, torch.Tensor]],
-        problems: list[str],
-        count: int,
-    ) -> SampleReport:
-        """Exchange sums, log-probabilities of so many samples, and problems of the ranks with the loss.
+    def _report(self, plan: Plan, own: RankReport | None, count: int) -> SampleReport:
+        """Exchange what the ranks with the loss report, with log-probabilities of so many samples.
 
         Raises `EppError` on every rank, with gradients zeroed, if the loss of a token is not finite.
         """
-        assert batch.plan is not None
-        own = None
-        if sums is not None and mpu.get_tensor_model_parallel_rank() == 0:
-            own = RankReport(sums, by_sample(batch, values_of_chunks), problems)
         of_ranks = [report for report in from_each_of_job(own) if report is not None]
         if problem := "; ".join(dict.fromkeys(chain.from_iterable(report.problems for report in of_ranks))):
             for model in self._models:
                 getattr(model, "zero_grad_buffer", model.zero_grad)()
             self._unfinished = _Unfinished()
             raise EppError(f"{problem}. Gradients are zeroed; check where these values come from, or leave the token out")
-        return SampleReport.of(self.loss, batch.plan, of_ranks, count)
+        return SampleReport.of(self.loss, plan, of_ranks, count)
 
 
 def _gradients(models: Sequence[torch.nn.Module]) -> list[torch.Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import cycle
 from typing import Any
 
@@ -121,7 +122,6 @@ def _objects(text: str) -> Iterator[tuple[int, Borrowed]]:
 
 def _check(lengths: Sequence[int], parents: Sequence[Borrowed]) -> None:
     """Raise `EppError` unless parents are other sequences with the tokens that are shared, and none descends from itself."""
-    rooted = set[int]()
     for q, named in enumerate(parents):
         if named == NOTHING_BORROWED:
             continue
@@ -135,12 +135,8 @@ def _check(lengths: Sequence[int], parents: Sequence[Borrowed]) -> None:
             raise EppError(f"{what} shares {shared:,} with its parent, sequence {parent}: {most}")
         if shared > lengths[parent]:
             raise EppError(f"{what} shares {shared:,} with its parent, sequence {parent}, which has {lengths[parent]:,}")
-    for q in range(len(lengths)):
-        line = dict[int, None]()
-        while q not in rooted and parents[q].tokens:
-            if q in line:
-                circle = [*line][[*line].index(q) :]
-                raise EppError(f"sequences {', '.join(map(str, circle[:8]))} are parents of each other, in a circle")
-            line[q] = None
-            q = parents[q].sequence
-        rooted.update(line)
+    try:
+        TopologicalSorter({q: [parent] for q, (parent, shared) in enumerate(parents) if shared}).prepare()
+    except CycleError as error:
+        circle = ", ".join(map(str, error.args[1][1:9]))
+        raise EppError(f"sequences {circle} are parents of each other, in a circle") from None
