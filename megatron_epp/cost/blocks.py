@@ -117,7 +117,9 @@ class BlockCosts(PartCosts):
     def kept_per_token(self, work: ChunkWork, mode: ModeCosts | None = None, keeps_kv: bool = True) -> TimeColumn:
         """Bytes per token kept for backward, in a recompute mode or without one. Keys and values in a cache do not count."""
         of_cache = self.parts * self._in_cache(work) * keeps_kv
-        return (self if mode is None else mode).bytes_per_token - of_cache
+        # Not less than nothing: a model's own recompute, which plans of whole microbatches measure, keeps no keys and values.
+        kept: TimeColumn = np.maximum(0.0, (self if mode is None else mode).bytes_per_token - of_cache)
+        return kept
 
     def kept_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes kept from forward to backward in addition, which are not proportional to tokens."""

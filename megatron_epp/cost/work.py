@@ -140,6 +140,11 @@ class ChunkWork:
         return np.asarray(self.sliced & (self.cache_tokens == 0), dtype=np.bool_)
 
     @property
+    def outputs_per_token(self) -> TimeColumn | float:
+        """Rows of the output layer for which memory is set aside, for each token: at least one, though fewer may pass it."""
+        return 1.0 if self.trained is None else np.maximum(1.0, self.trained / self.tokens)
+
+    @property
     def gathered_tokens(self) -> IntColumn:
         """Tokens whose keys and values a pass puts together besides those in the cache."""
         return np.zeros(len(self.tokens), dtype=np.int64)

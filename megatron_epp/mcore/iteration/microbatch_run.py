@@ -42,6 +42,7 @@ from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, is_replay
 from megatron_epp.mcore.releases import reads_ahead
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.plan_figures import offload_share
 from megatron_epp.plan.problem import Options, Problem
@@ -78,12 +79,12 @@ class MicrobatchPlan:
         return replace(self, plan=OrderedPlan(self.plan, self.order).of(_lengths_of(shapes)).plan)
 
 
-_Key = tuple[Shapes, tuple[int, ...], bool]
-"""Inputs of a plan of microbatches besides costs: their shapes, their bytes on devices, and whether no backward runs."""
+_Key = tuple[AgreedShapes, bool]
+"""Inputs of a plan of microbatches besides costs: what all replicas have agreed on, and whether no backward runs."""
 
 
 def _key(agreed: AgreedShapes, forward_only: bool) -> _Key:
-    return agreed.shapes, agreed.num_bytes, forward_only
+    return agreed._replace(own=()), forward_only
 
 
 def _lengths_of(shapes: Shapes) -> MicrobatchLengths:
@@ -100,6 +101,10 @@ class MicrobatchRun(Run):
 
     stages: dict[int, MicrobatchStage]
     makes_chunks = False
+    find_prefixes: Callable[[Shapes | None, Sequence[Sequence[Any]]], tuple[Borrowed, ...] | None] = staticmethod(
+        lambda shapes, items: None
+    )
+    """Returns `LocalShapes.borrowed`, of microbatches of which a rank without data has none."""
 
     def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         super().__init__(args)
@@ -127,23 +132,27 @@ class MicrobatchRun(Run):
         self._plans: dict[_Key, MicrobatchPlan] = {}
         self._measured: AgreedShapes | None = None
         """Microbatches of the last training iteration that was recorded for costs."""
-        self._last: tuple[tuple[Shapes, bool], MicrobatchPlan | None] | None = None
+        self._last: tuple[_Key, MicrobatchPlan | None] | None = None
 
     @property
     def raised_by_all(self) -> type[Exception] | tuple[type[Exception], ...]:
         """Errors that every rank of the job raises if one with the same plan does: none if there are several plans."""
         return Exception if len(self.lockstep_ranks) == 1 else ()
 
-    def agreed(self, shapes: Shapes | None, problem: str, num_bytes: int) -> AgreedShapes:
-        """Return what all ranks with the same plan know of an iteration's microbatches (`LocalShapes`). A collective call."""
-        return agree_on_shapes(LocalShapes(shapes, problem, self.rank, num_bytes, self.replica), self.links.control)
+    def agreed(self, shapes: Shapes | None, problem: str, num_bytes: int, items: Sequence[Sequence[Any]]) -> AgreedShapes:
+        """Return what all ranks with the same plan know of an iteration's microbatches (`LocalShapes`), `items` of each of this
+        rank's chunks. A collective call.
+        """
+        borrowed = self.find_prefixes(shapes, items) if self.learning.is_done else None
+        local = LocalShapes(shapes, problem, self.rank, num_bytes, self.replica, borrowed)
+        return agree_on_shapes(local, self.links.control)
 
     def plan_of_call(self, agreed: AgreedShapes, forward_only: bool) -> MicrobatchPlan | None:
         """Return the plan for a call of the schedule; None if it has no microbatches. A collective call.
 
         An iteration that Megatron's rerun machine repeats has the plan of the first time, whatever was learnt from that.
         """
-        key = agreed.here, forward_only
+        key = agreed, forward_only
         if self._last is None or self._last[0] != key or not is_replay():
             self._last = key, self.planned(agreed, forward_only)
         return self._last[1]
@@ -169,7 +178,7 @@ class MicrobatchRun(Run):
     def _begun_or_made(self, key: _Key, agreed: AgreedShapes) -> tuple[PackedPlan, tuple[int, ...]]:
         if self._begun is not None and self._begun[0] == key:
             return self._begun[1].result()
-        return self._make(agreed, forward_only=key[2])
+        return self._make(agreed, forward_only=key[1])
 
     def can_look_ahead(self, iterators: list[Any]) -> bool:
         """True if all iterators of all ranks are Megatron's own, which last for the training. A collective call at first."""
@@ -178,8 +187,8 @@ class MicrobatchRun(Run):
             self._can_look_ahead = all(self.links.control.from_each(mine))
         return self._can_look_ahead
 
-    def _agreed_ahead(self, shapes: Shapes | None, problem: str, items: list[Any]) -> AgreedShapes:
-        agreed = self.agreed(shapes, problem, tensor_bytes(items, self.device))
+    def _agreed_ahead(self, shapes: Shapes | None, problem: str, items: list[list[Any]]) -> AgreedShapes:
+        agreed = self.agreed(shapes, problem, tensor_bytes(items, self.device), items)
         if self._thread is not None and agreed.shapes and (key := _key(agreed, False)) not in self._plans:
             self._begun = key, self._thread.submit(partial(self._make, agreed, False))
         return agreed
@@ -208,7 +217,7 @@ class MicrobatchRun(Run):
         microbatches = dict(zip(self.stages.values(), sources, strict=True))
 
         def begin(stage: MicrobatchStage, *calls: Callable[[], None]) -> None:
-            stage.begin(call, microbatches[stage], agreed.here, planned.order, report.saved, *calls)
+            stage.begin(call, microbatches[stage], agreed.here, planned.plan, planned.order, report.saved, *calls)
 
         program = Program(planned.actions, chunk_layouts(planned.plan))
         self.run_plan(self.models, planned.plan, report.recorder, report.saved, reduction, begin, program)
@@ -232,12 +241,15 @@ class MicrobatchRun(Run):
         assert self.process is not None  # this rank plans
         problem: Problem = replace(self.problem, forward_only=forward_only)
         asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self.options
+        sharing = asked[0], replace(problem, borrowed=agreed.borrowed), *asked[2:]
         in_order = self.args.epp_order == GIVEN
         as_given = "plan_in_order_as_given" if in_order else _AS_GIVEN
         if not self.learning.is_done:
             return self.process.plan_microbatches(as_given, *asked)
         try:
-            return self.process.plan_microbatches("plan_in_order" if in_order else "plan_microbatches", *asked)
+            if in_order:
+                return self.process.plan_microbatches("plan_in_order", *asked)
+            return self.process.plan_microbatches("plan_microbatches", *sharing)
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))
             return self.process.plan_microbatches(as_given, *asked)

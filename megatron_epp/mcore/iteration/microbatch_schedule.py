@@ -60,7 +60,8 @@ class Schedule:
             with run.telling_others(unless=run.raised_by_all if agreed is None else ()):
                 sources, shapes, problem = self._taken(iterators, count, len(models))
                 if agreed is None:
-                    agreed = run.agreed(shapes, problem, sum(source.num_bytes(run.device) for source in sources))
+                    held, items = sum(source.num_bytes(run.device) for source in sources), [source.items for source in sources]
+                    agreed = run.agreed(shapes, problem, held, items)
                 elif problem:
                     raise EppError(problem)
                 planned = run.plan_of_call(agreed, forward_only)
