@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import le
 from typing import Any
 
 import numpy as np
@@ -18,27 +19,29 @@ _COLUMNS = ("tokens", "input_ids")
 Tokens = NDArray[np.int64]
 
 
-def borrowed_of(items: Sequence[Any], lengths: Sequence[tuple[int, ...]], multiple: int) -> tuple[Borrowed, ...]:
+def borrowed_of(
+    items: Sequence[Any], lengths: Sequence[tuple[int, ...]], most: Sequence[int], multiple: int
+) -> tuple[Borrowed, ...]:
     """Return what sequences borrow of earlier ones, in multiples of tokens; empty for nothing, or where tokens are not found.
 
     Args:
         items: the microbatches, or of each what tells its tokens.
         lengths: of the sequences of each, padding included.
+        most: that each sequence may borrow.
     """
     rows = [_rows_of(*each) for each in zip(items, lengths, strict=True)]
     if any(row is None for row in rows):
         return ()
-    tokens, keys = [own for row in rows for own in row or ()], list[tuple[bytes, int]]()
-    borrowed = list[Borrowed]()
-    for q, (own, length) in enumerate(zip(tokens, (length for each in lengths for length in each), strict=True)):
+    tokens, keys, borrowed = [own for row in rows for own in row or ()], list[tuple[bytes, int]](), list[Borrowed]()
+    for q, (own, limit) in enumerate(zip(tokens, most, strict=True)):
         # Of all earlier sequences, one of its neighbours in the order of tokens begins with the most of its own.
         key = own.astype(">i4").tobytes(), q
         at = bisect(keys, key)
         near = [(num_shared(tokens[other], own), -other) for _, other in keys[max(0, at - 1) : at + 1]]
         shared, other = max(near, default=(0, 0))
-        most = min(shared, length - 1) // multiple * multiple
-        is_worth = most >= LEAST_TOKENS
-        borrowed.append(Borrowed(path_of(-other, most, borrowed)[-1].sequence, most) if is_worth else NOTHING_BORROWED)
+        count = min(shared, limit) // multiple * multiple
+        is_worth = count >= LEAST_TOKENS
+        borrowed.append(Borrowed(path_of(-other, count, borrowed)[-1].sequence, count) if is_worth else NOTHING_BORROWED)
         keys.insert(at, key)
     return tuple(borrowed) if any(count for _, count in borrowed) else ()
 
@@ -46,18 +49,18 @@ def borrowed_of(items: Sequence[Any], lengths: Sequence[tuple[int, ...]], multip
 def _rows_of(item: Any, lengths: Sequence[int]) -> list[Tokens] | None:
     """Return the tokens of each sequence, without padding where the column has none; None if there is no such column."""
     of_name = item.get if isinstance(item, Mapping) else lambda name, default: getattr(item, name, default)
-    column = next((tokens for name in _COLUMNS if (tokens := of_name(name, None)) is not None), None)
-    if isinstance(column, Tensor) and column.is_nested:
-        column = column.unbind()
-    elif isinstance(column, Tensor):
-        if column.numel() != sum(lengths) or column.shape[-1] != column.numel():
+    column, sizes = next((tokens for name in _COLUMNS if (tokens := of_name(name, None)) is not None), None), lengths
+    if isinstance(column, Tensor):
+        if column.is_nested:
+            jagged: Any = column  # types do not know its methods
+            column, sizes = jagged.values(), jagged.offsets().diff().tolist()
+        if column.numel() != sum(sizes) or column.shape[-1] != column.numel():
             return None
-        flat = column.flatten().cpu()
-        column = [flat[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
-    if not isinstance(column, (tuple, list)) or not all(isinstance(row, Tensor) and row.dim() == 1 for row in column):
+        rows = np.split(column.flatten().cpu().numpy(), [*accumulate(sizes)][:-1])
+    elif isinstance(column, (tuple, list)) and all(isinstance(row, Tensor) for row in column):
+        rows = [row.cpu().numpy() for row in column]
+    else:
         return None
-    # Behind a microbatch's sequences its padding counts as one more.
-    rows = [row.cpu().numpy() for row in column] + [np.empty(0, dtype=np.int64)] * (len(lengths) - len(column))
-    return (
-        rows if len(rows) == len(lengths) and all(len(own) <= most for own, most in zip(rows, lengths, strict=True)) else None
-    )
+    rows += [np.empty(0, dtype=np.int64)] * (len(lengths) - len(rows))  # behind a microbatch's sequences padding is one more
+    is_whole = len(rows) == len(lengths) and all(row.ndim == 1 for row in rows)
+    return rows if is_whole and all(map(le, map(len, rows), lengths)) else None

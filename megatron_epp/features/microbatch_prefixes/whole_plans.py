@@ -30,8 +30,8 @@ def plan_whole(problem: Problem, costs: PipelineCosts, options: Options) -> Plan
     pairs = zip(costs.stages, more, strict=True)
     kept = tuple(replace(stage, blocks=tuple(keeping(block, own) for block in stage.blocks)) for stage, own in pairs)
     sharing = replace(costs, stages=kept)
-    # All of a microbatch's tokens pass the output layer, also those whose rows others have computed.
-    trained = tuple(
+    # All of a microbatch's tokens pass the output layer, also those whose rows others have computed, unless none reads them.
+    trained = problem.trained or tuple(
         (-(-(length**2) // (length - each.tokens)),) for length, each in zip(problem.lengths, problem.borrowed, strict=True)
     )
 

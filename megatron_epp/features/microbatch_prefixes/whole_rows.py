@@ -47,6 +47,12 @@ def whole_rows(hidden: Tensor, context: ChunkContext, is_divided: bool) -> Tenso
     return scatter_to_sequence_parallel_region(_WholeRows.apply(own, context))
 
 
+def with_zeros(own: Tensor, context: ChunkContext) -> Tensor:
+    """Return rows ``[tokens, 1, width]`` of all tokens of a chunk's sequences, zeros for those that it has not computed."""
+    rows = own_tokens(context, own.device)
+    return own.new_zeros(context.table.key_starts[-1], *own.shape[1:]).index_copy(0, rows, own)
+
+
 def own_tokens(context: ChunkContext, device: torch.device) -> Tensor:
     """Return where the tokens that a chunk computes are among those of its sequences, int64 ``[tokens]``."""
     ends = [*accumulate(segment.end for segment in context.table.segments)]

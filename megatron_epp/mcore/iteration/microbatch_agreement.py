@@ -22,6 +22,13 @@ logger = logging.getLogger(__name__)
 Shapes = tuple[Microbatch, ...]
 
 
+class Prefixes(NamedTuple):
+    """What sequences of an iteration begin with in common."""
+
+    borrowed: tuple[Borrowed, ...] = ()  # of the sequences of all microbatches in a row; empty for nothing
+    unread: bool = False  # no loss reads the logits of a token whose rows its sequence borrows
+
+
 class LocalShapes(NamedTuple):
     """Microbatches of an iteration, as one rank has found them."""
 
@@ -30,8 +37,7 @@ class LocalShapes(NamedTuple):
     position: int  # of this rank in the pipeline
     num_bytes: int = 0  # of microbatches that this rank holds on its device during the iteration
     replica: int = 0
-    # What sequences borrow, of all microbatches in a row; None if this rank's model cannot share prefixes
-    borrowed: tuple[Borrowed, ...] | None = None
+    prefixes: Prefixes | None = None  # None if this rank's model cannot share any
 
 
 class AgreedShapes(NamedTuple):
@@ -43,7 +49,7 @@ class AgreedShapes(NamedTuple):
     # Of microbatches on the device throughout the iteration, per pipeline rank; the most of its replicas
     num_bytes: tuple[int, ...]
     own: Shapes = ()  # of this replica's microbatches; empty if they are `shapes`
-    borrowed: tuple[Borrowed, ...] = ()  # what sequences borrow, of all microbatches in a row; empty for nothing
+    prefixes: Prefixes = Prefixes()
 
     @property
     def here(self) -> Shapes:
@@ -81,9 +87,9 @@ def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
     for sent, _ in ranks:
         num_bytes[sent.position] = max(sent.num_bytes, num_bytes.get(sent.position, 0))
     every = tuple(num_bytes[position] for position in sorted(num_bytes))
-    found = {sent.borrowed for sent, _ in ranks if sent.shapes is not None or sent.borrowed is None}
-    borrowed = (found.pop() or ()) if len(found) == 1 else ()
-    return AgreedShapes(of_all, every, () if own == of_all else own, borrowed)
+    found = {sent.prefixes for sent, _ in ranks if sent.shapes is not None or sent.prefixes is None}
+    prefixes = found.pop() if len(found) == 1 else None
+    return AgreedShapes(of_all, every, () if own == of_all else own, prefixes or Prefixes())
 
 
 def _largest(shapes: Shapes) -> Microbatch:

@@ -29,11 +29,12 @@ from megatron_epp.mcore.iteration.microbatch_agreement import (
     AgreedShapes,
     Ahead,
     LocalShapes,
+    Prefixes,
     Shapes,
     agree_on_shapes,
     installed,
 )
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, tensor_bytes
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, UnreadOf, tensor_bytes
 from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.mcore.iteration.report import IterationReport
@@ -42,7 +43,6 @@ from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, is_replay
 from megatron_epp.mcore.releases import reads_ahead
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
-from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.plan_figures import offload_share
 from megatron_epp.plan.problem import Options, Problem
@@ -101,13 +101,18 @@ class MicrobatchRun(Run):
 
     stages: dict[int, MicrobatchStage]
     makes_chunks = False
-    find_prefixes: Callable[[Shapes | None, Sequence[Sequence[Any]]], tuple[Borrowed, ...] | None] = staticmethod(
-        lambda shapes, items: None
-    )
-    """Returns `LocalShapes.borrowed`, of microbatches of which a rank without data has none."""
+    find_prefixes: Callable[[Shapes | None, Sequence[Sequence[Any]]], Prefixes | None] = staticmethod(lambda *items: None)
+    """Returns `LocalShapes.prefixes`, of microbatches of which a rank without data has none."""
 
-    def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        models: list[torch.nn.Module],
+        loaded: Sequence[KeptCosts] = (),
+        unread_of: UnreadOf = lambda item: None,
+    ) -> None:
         super().__init__(args)
+        self.unread_of = unread_of
         for adopt in targets(self.asked, "built"):
             adopt([unwrap_model(model) for model in models], args)
         self.models, self._on_gpu, self.loaded_costs = models, torch.cuda.is_initialized(), loaded
@@ -143,8 +148,8 @@ class MicrobatchRun(Run):
         """Return what all ranks with the same plan know of an iteration's microbatches (`LocalShapes`), `items` of each of this
         rank's chunks. A collective call.
         """
-        borrowed = self.find_prefixes(shapes, items) if self.learning.is_done else None
-        local = LocalShapes(shapes, problem, self.rank, num_bytes, self.replica, borrowed)
+        prefixes = self.find_prefixes(shapes, items) if self.learning.is_done else None
+        local = LocalShapes(shapes, problem, self.rank, num_bytes, self.replica, prefixes)
         return agree_on_shapes(local, self.links.control)
 
     def plan_of_call(self, agreed: AgreedShapes, forward_only: bool) -> MicrobatchPlan | None:
@@ -217,7 +222,7 @@ class MicrobatchRun(Run):
         microbatches = dict(zip(self.stages.values(), sources, strict=True))
 
         def begin(stage: MicrobatchStage, *calls: Callable[[], None]) -> None:
-            stage.begin(call, microbatches[stage], agreed.here, planned.plan, planned.order, report.saved, *calls)
+            stage.begin(call, microbatches[stage], agreed, planned.plan, planned.order, report.saved, *calls)
 
         program = Program(planned.actions, chunk_layouts(planned.plan))
         self.run_plan(self.models, planned.plan, report.recorder, report.saved, reduction, begin, program)
@@ -241,7 +246,10 @@ class MicrobatchRun(Run):
         assert self.process is not None  # this rank plans
         problem: Problem = replace(self.problem, forward_only=forward_only)
         asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self.options
-        sharing = asked[0], replace(problem, borrowed=agreed.borrowed), *asked[2:]
+        borrowed, unread = agreed.prefixes
+        # Of its own tokens alone: a sequence's are spread evenly over all that it has.
+        trained = tuple((length,) for each in asked[0] for length in each) if unread else ()
+        sharing = asked[0], replace(problem, borrowed=borrowed, trained=trained), *asked[2:]
         in_order = self.args.epp_order == GIVEN
         as_given = "plan_in_order_as_given" if in_order else _AS_GIVEN
         if not self.learning.is_done:

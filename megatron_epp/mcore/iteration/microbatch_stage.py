@@ -12,7 +12,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches
+from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step, numbered_by
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.layer_recompute import run_again
@@ -63,15 +64,17 @@ class MicrobatchStage(ModelStage):
         self,
         call: ScheduleCall,
         microbatches: Microbatches,
-        shapes: Sequence[Microbatch],
+        agreed: AgreedShapes,
         plan: Plan,
         order: Sequence[int],
         saved: SavedTensors | None,
         before_last_gradient: Callable[[], None],
         reduce_gradients: Callable[[], None],
     ) -> None:
-        """Start an iteration: `order` has the microbatch of every chunk of the plan, `shapes` are in the caller's order."""
-        self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
+        """Start an iteration: `order` has the microbatch of every chunk of the plan."""
+        self._call, self._microbatches, self._shapes, self._order = call, microbatches, agreed.here, order
+        self.reads_all = not agreed.prefixes.unread
+        """True if losses may read logits of all tokens."""
         self._tokens = {index: plan.padded_tokens(chunk) for chunk, index in enumerate(order)}
         self._saved = saved
         if problem := next(problems(self.model, self._replaced), ""):

@@ -26,7 +26,7 @@ COMMON = 40
 
 def trained(stages: int, expert_parallel: int = 1, group: int = 1) -> dict[str, Any]:
     """Take training steps of verl by plans, which its plugin has installed, then by Megatron's own schedule, without an update.
-    So many samples of a group begin with the same `COMMON` tokens.
+    With several samples in a group, these begin with the same prompt of `COMMON` tokens.
 
     Returns for every batch the largest relative difference of gradients and of log-probabilities of samples, losses of
     microbatches by both, and the tokens of microbatches in the order in which both ran them; and whether costs are learnt.
@@ -35,6 +35,8 @@ def trained(stages: int, expert_parallel: int = 1, group: int = 1) -> dict[str, 
     dist.init_process_group("gloo")
     shared = {"experts": 4, "expert_parallel": expert_parallel} if expert_parallel > 1 else {}
     size = verl.Size(stages=stages, **shared)
+    if group > 1:
+        verl.PROMPT = COMMON
     with_fixed_times(US_PER_TOKEN)
     engine = verl.verl_engine(size)
     engine.optimizer = verl.GradientsKept()
