@@ -20,6 +20,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.plan_figures import recompute_share
 from megatron_epp.plan.problem import Lengths
+from megatron_epp.plan.reading import brief_text
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.chunks.chunker import round_up
 from megatron_epp.tools.advice.causes import PLANNER, STAGES_PER_RANK, Gain, Stock, StockChoices, stock_text, without_shards
@@ -205,7 +206,7 @@ def _gain(batch: Batch) -> StockGain:
 
 def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
     lengths, entries = batch.sequences.lengths, batch.entries
-    lines = [f"{batch.name}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
+    lines = [f"{brief_text(batch.name)}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
     sizes = ("own" if entry.size is None else f"{entry.size:,}" for entry in entries)
     lines.append(comparison([(entry.planner, entry.plan, size) for entry, size in zip(entries, sizes, strict=True)]))
     lines.append("size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit")
