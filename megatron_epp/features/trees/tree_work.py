@@ -36,6 +36,7 @@ class TreeWork(ChunkWork):
     first_backward: IntColumn
     is_read: IntColumn  # 1 for segments that others read
     repeated: IntColumn
+    is_whole: bool  # chunks are whole microbatches, which have logits of all tokens of their sequences
     # Of the states of a chunk the tokens ahead, and how often they are kept, ``[2, state, chunk]``, 0 where there is none; and
     # the number of its parts that begin with a state. A function, since few models have any.
     states: Callable[[], tuple[IntColumn, IntColumn]]
@@ -47,6 +48,10 @@ class TreeWork(ChunkWork):
     @property
     def gathered_tokens(self) -> IntColumn:
         return np.asarray(self.prefix_tokens + self.tokens - self.repeated)
+
+    @property
+    def outputs_per_token(self) -> TimeColumn | float:
+        return (self.prefix_tokens + self.tokens) / self.tokens if self.is_whole else 1.0
 
     @property
     def repeated_tokens(self) -> IntColumn:
@@ -119,6 +124,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     return TreeWork(
         **columns,
         segments=segments,
+        is_whole=isinstance(batch, Problem) and bool(batch.microbatches),
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         states=cache(partial(_states_of, chunks, batch.borrowed)),
