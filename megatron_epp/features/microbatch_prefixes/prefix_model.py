@@ -18,13 +18,11 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.data.batch import OF_TOKENS
-from megatron_epp.data.samples import columns_of
 from megatron_epp.features.microbatch_prefixes.sample_tokens import borrowed_of
 from megatron_epp.features.microbatch_prefixes.whole_rows import own_tokens, whole_rows, with_zeros
-from megatron_epp.features.trees.sharing import obstacle
+from megatron_epp.features.trees.obstacles import obstacle_of
 from megatron_epp.features.trees.tree_cache import TreeView
-from megatron_epp.losses import Average, NextToken
+from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.iteration.microbatch_agreement import Prefixes, Shapes
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
@@ -33,7 +31,7 @@ from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage
 from megatron_epp.mcore.model import rotary
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.model.core_attention import ChunkParams
-from megatron_epp.mcore.model.language_model import language_model_of
+from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job
@@ -148,7 +146,7 @@ def share(run: MicrobatchRun) -> None:
 
     Raises `AgreedError` if it may not, and was asked to.
     """
-    own = next(filter(None, map(_obstacle, run.stages.values())), "") or _settings_obstacle(run)
+    own = next(filter(None, (_obstacle(stage, run.args.context_parallel_size) for stage in run.stages.values())), "")
     if reason := next(filter(None, from_each_of_job(own)), ""):
         if run.args.epp_share_prefixes == "on":
             raise AgreedError(f"{run.names['shares']} does not go with {reason}: leave it out")
@@ -193,14 +191,12 @@ def _of_all(unread: Sequence[int], count: int) -> list[int]:
     return [*unread, *[0] * (count - len(unread))]
 
 
-def _settings_obstacle(run: MicrobatchRun) -> str:
-    models = [language_model_of(stage.model) for stage in run.stages.values()]
-    if run.args.context_parallel_size > 1:
-        return "context parallelism, whose microbatches are divided before the model gets them"
-    return obstacle(models, run.args.epp_planner, columns_of(NextToken()), OF_TOKENS)
-
-
-def _obstacle(stage: MicrobatchStage) -> str:
-    if language_model_of(stage.model) is not unwrap_model(stage.model):
+def _obstacle(stage: MicrobatchStage, context_ranks: int) -> str:
+    """Return why a stage's microbatches run by themselves; empty if they may share prefixes."""
+    if (model := language_model_of(stage.model)) is not unwrap_model(stage.model):
         return "a model with a language model inside"
-    return refusal(stage.model, Average.TOKENS, recomputes=True)
+    if context_ranks > 1:
+        return "context parallelism, whose microbatches are divided before the model gets them"
+    of_model = obstacle_of(lambda name: getattr(model.config, name, None))
+    of_model = of_model or ("several axes of positions" if axes_of(model) > 1 else "")
+    return of_model or refusal(model, Average.TOKENS, recomputes=True)

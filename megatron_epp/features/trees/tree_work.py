@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, TimeColumn, work_of
 from megatron_epp.features.trees.common_rows import common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
-from megatron_epp.features.trees.state_cuts import Cut, Part, cut_chunks
+from megatron_epp.features.trees.state_cuts import Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.order import descending
+
+if TYPE_CHECKING:
+    from megatron_epp.runtime.handover import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
