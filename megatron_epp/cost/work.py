@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from operator import add
 from typing import Any, NamedTuple, overload
 
@@ -148,6 +148,17 @@ class ChunkWork:
     def repeated_tokens(self) -> IntColumn:
         """Tokens that a pass would put together again for other segments, which read one row for all (but of latents)."""
         return np.zeros(len(self.tokens), dtype=np.int64)
+
+    @property
+    def host_tokens(self) -> tuple[IntColumn, IntColumn] | None:
+        """Tokens of others that a chunk reads in host memory, and those of its own there; None unless sequences share some."""
+        return None
+
+    def at_host(self, sequences: Collection[int], slices: Mapping[int, Sequence[int]]) -> tuple[ChunkWork, BoolColumn]:
+        """Return the work with keys and values of some sequences in host memory, and which of `slices_in` stream these."""
+        which = np.zeros(len(self.tokens), dtype=np.bool_)
+        which[[c for sequence in sequences for c in slices.get(sequence, ())]] = True
+        return replace(self, cache_tokens=np.where(which, 0, self.cache_tokens)), which
 
     def handed(self, state_tokens: int) -> tuple[TimeColumn, BoolColumn | IntColumn]:
         """Numbers of states that chunks keep, where one behind fewer tokens is a part, and of slices that go on from one."""

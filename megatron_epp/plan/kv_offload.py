@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.chunk import Borrowed, Chunk, path_of
 from megatron_epp.plan.plan import KVOffload, Plan
 from megatron_epp.plan.simulation import Timeline, simulate
 
@@ -83,14 +83,23 @@ def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
 
 def slices_of(plan: Plan) -> dict[int, list[int]]:
     """Chunks of every sequence of a plan that `slices_in` lists."""
-    return slices_in(plan.chunks, plan.lengths)
+    return slices_in(plan.chunks, plan.lengths, plan.borrowed)
 
 
-def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list[int]]:
+def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int], borrowed: Sequence[Borrowed] = ()) -> dict[int, list[int]]:
     """Chunks of every sequence whose slices all come first in their chunks, in the order of its slices.
 
-    KV offload is for these: attention reads one slice at a time from the host, and the rest of a chunk on the device.
+    KV offload is for these: attention reads one slice at a time from the host, and the rest of a chunk on the device. Where
+    sequences share prefixes it is for all that others, or later slices, read: their first chunks, and then all that read them.
     """
+    if borrowed:
+        first, readers = dict[int, int](), dict[int, list[int]]()
+        for c, chunk in enumerate(chunks):
+            for sequence, start, _ in chunk.segments:
+                first.setdefault(sequence, c)
+                for holder, *_ in path_of(sequence, start, borrowed):
+                    readers.setdefault(holder, [first[holder]]).append(c)
+        return readers
     begun = {part.sequence for chunk in chunks if (part := chunk.begun_of(lengths)) is not None}
     starts: dict[int, list[tuple[int, int]]] = {}
     for c, chunk in enumerate(chunks):
