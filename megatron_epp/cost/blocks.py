@@ -177,13 +177,11 @@ class BlockCosts(PartCosts):
         return np.where(work.sliced, 0.0 if self.kv is None else share * self.kv.bytes_per_token, 0.0)
 
     def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
-        """Bytes of a prefix's new gradients (`KVBytes.prefix_bytes`), which are 0 if memory of passes is not counted, and of
-        sums that host memory has between passes.
-        """
+        """Bytes of a prefix's new gradients (`KVBytes.prefix_bytes`), 0 if memory of passes is not counted, and loaded sums."""
         if self.kv is None:
             return np.zeros(len(work.tokens))
-        sums = 0.0 if work.host_tokens is None else self.kv.gradient_per_token(work) * sum(work.host_tokens)
-        return sums + (self.kv.prefix_bytes(work) if self.working_bytes_per_token else 0.0 * work.tokens)
+        new = self.kv.prefix_bytes(work) if self.working_bytes_per_token else np.zeros(len(work.tokens))
+        return new if work.summed_tokens is None else new + self.kv.gradient_per_token(work) * work.summed_tokens
 
     def running_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes held only while it runs, forward or backward; 0 if memory of passes is not counted."""

@@ -108,19 +108,6 @@ def kv_offload_costs(
     fragmentation_share: float,
 ) -> KVOffloadCosts:
     """Compute what KV offload takes on a stage, given the times of a layer's forward and backward."""
-    if work.host_tokens is not None:  # without pieces: attention waits for all rows of a layer, and gathers them as ever
-        read, own = work.host_tokens
-        size, sums = cached.bytes_per_token, cached.gradient_per_token(work)
-        in_us = copy_us(size, read) * (read > 0)
-        return KVOffloadCosts(
-            forward_us=layers * (in_us + copy_us(size, own) * (own > 0)),
-            backward_us=layers * (copy_us(size + sums, read + own) + copy_us(sums, read)),
-            again_us=in_us,
-            forward_bytes=0 * own,
-            backward_bytes=0 * own,
-            cache_bytes=_whole(layers * size * own),
-            gradient_bytes=_whole(layers * sums * own),
-        )
     parts = head_parts(cached.heads)
     kv, gradient, pieces = cached.bytes_per_token / parts, cached.gradient_per_token(work) / parts, layers * parts
     forward_us, backward_us = (line.per_pair_us for line in passes)

@@ -93,13 +93,11 @@ def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int], borrowed: Sequenc
     sequences share prefixes it is for all that others, or later slices, read: their first chunks, and then all that read them.
     """
     if borrowed:
-        first, readers = dict[int, int](), dict[int, list[int]]()
-        for c, chunk in enumerate(chunks):
-            for sequence, start, _ in chunk.segments:
-                first.setdefault(sequence, c)
-                for holder, *_ in path_of(sequence, start, borrowed):
-                    readers.setdefault(holder, [first[holder]]).append(c)
-        return readers
+        parts_of = dict[int, list[int]]()
+        for c, sequence, end in ((c, sequence, end) for c, chunk in enumerate(chunks) for sequence, _, end in chunk.segments):
+            for holder, *_ in path_of(sequence, end, borrowed):
+                parts_of.setdefault(holder, []).append(c)
+        return {sequence: own for sequence, own in parts_of.items() if len(own) > 1}
     begun = {part.sequence for chunk in chunks if (part := chunk.begun_of(lengths)) is not None}
     starts: dict[int, list[tuple[int, int]]] = {}
     for c, chunk in enumerate(chunks):

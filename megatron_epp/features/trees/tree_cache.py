@@ -231,11 +231,11 @@ class TreeCache(SlicedKVCache):
             there[node, slice(0, size)] = tuple(x[at : at + size] for x in cached)
             at += size
         num_rows, at = sum(rows.stop - rows.start for _, rows in parts), 0
-        found = tuple(x.new_empty((num_rows + len(x), *x.shape[1:])) for x in rest)
+        gathered = tuple(x.new_empty((num_rows + len(x), *x.shape[1:])) for x in rest)
         for node, rows in parts:
-            own, into = self._nodes[node, group], tuple(x[at : at + rows.stop - rows.start] for x in found)
+            own, into = self._nodes[node, group], tuple(x[at : at + rows.stop - rows.start] for x in gathered)
             at += rows.stop - rows.start
-            known = [(at.start, x) for (other, at), x in there.items() if other == node and at.stop >= rows.stop]
+            known = [(own.start, x) for (other, own), x in there.items() if other == node and own.stop >= rows.stop]
             source = next((tuple(y[rows.start - first :] for y in x) for first, x in known if first <= rows.start), None)
             if source is None and own.host is not None:
                 own.host.copy_rows(node.sequence, (node, group), into, out=False, start=rows.start)
@@ -243,9 +243,9 @@ class TreeCache(SlicedKVCache):
                 continue
             for x, y in zip(into, source or tuple(y[rows.start :] for y in own.rows), strict=True):
                 x.copy_(y[: len(x)])
-        for x, y in zip(found, rest, strict=True):
+        for x, y in zip(gathered, rest, strict=True):
             x[at:] = y
-        return found
+        return gathered
 
     def _add(
         self, layer: int, view: TreeView, piece: Piece, group: HeadGroup, grads: Sequence[Tensor], heads: slice | None

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_epp.cost.kv_costs import CopyTime, KVBytes, KVOffloadCosts
 from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, Sizes, TimeColumn, work_of
 from megatron_epp.features.trees.common_rows import Reads, common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
@@ -36,18 +37,15 @@ class TreeWork(ChunkWork):
     # Of the states of a chunk the tokens ahead, and how often they are kept, ``[2, state, chunk]``, 0 where there is none; and
     # the number of its parts that begin with a state. A function, since few models have any.
     states: Callable[[], tuple[IntColumn, IntColumn]]
-    # From sequences in host memory to `hosted`, and to the tokens there that each chunk reads of others
+    # From sequences in host memory to `offloaded`, and to the tokens there that each chunk reads of others
     placed: Callable[[Collection[int]], tuple[IntColumn, IntColumn]]
-    hosted: IntColumn  # tokens of segments in host memory, of the shape of `segments`
-    read: IntColumn | None = None
+    offloaded: IntColumn  # tokens of segments in host memory, of the shape of `segments`
 
-    @property
-    def host_tokens(self) -> tuple[IntColumn, IntColumn] | None:
-        return None if self.read is None else (self.read, self.hosted.sum(axis=0))
-
-    def at_host(self, sequences: Collection[int], slices: Mapping[int, Sequence[int]]) -> tuple[TreeWork, BoolColumn]:
-        hosted, read = self.placed(sequences)
-        return replace(self, hosted=hosted, read=read), read + hosted.sum(axis=0) > 0
+    def offloading(self, slices: Mapping[int, Sequence[int]]) -> tuple[TreeWork, TreeWork, BoolColumn]:
+        offloaded, read = self.placed(slices)
+        summed = read + offloaded.sum(axis=0)
+        away = replace(self, offloaded=offloaded, summed_tokens=summed, kv_offload_costs=_host_costs)
+        return away, away, summed > 0
 
     def handed(self, state_tokens: int) -> tuple[TimeColumn, IntColumn]:
         (tokens, times), entered = self.states()
@@ -62,16 +60,16 @@ class TreeWork(ChunkWork):
         return self.repeated
 
     def opened_cache(self, size: Sizes) -> IntColumn:
-        return np.sum([*map(size, self.segments - self.hosted)], axis=0)
+        return np.sum([*map(size, self.segments - self.offloaded)], axis=0)
 
     def released_cache(self, size: Sizes) -> IntColumn:
-        return self._at(self.last_reader, size, self.segments - self.hosted)
+        return self._at(self.last_reader, size, self.segments - self.offloaded)
 
     def opened_gradients(self, size: Sizes) -> IntColumn:
-        return self._at(self.first_backward, size, (self.segments - self.hosted) * self.is_read)
+        return self._at(self.first_backward, size, (self.segments - self.offloaded) * self.is_read)
 
     def closed_gradients(self, size: Sizes) -> IntColumn:
-        return np.sum([*map(size, (self.segments - self.hosted) * self.is_read)], axis=0)
+        return np.sum([*map(size, (self.segments - self.offloaded) * self.is_read)], axis=0)
 
     @staticmethod
     def _at(chunks: IntColumn, size: Sizes, tokens: IntColumn) -> IntColumn:
@@ -101,6 +99,29 @@ def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, in
             yield tokens.start, 1
         if behind is not None:
             yield tokens.end, min(3, others[behind])
+
+
+def _host_costs(
+    cached: KVBytes, layers: float, _passes: object, work: TreeWork, copy_us: CopyTime, _fragmentation_share: float
+) -> KVOffloadCosts:
+    """Compute what it takes that attention waits for all rows of a layer in host memory, which it puts together as ever.
+
+    Sums of gradients are with a prefix's new ones (`BlockCosts.prefix_bytes`).
+    """
+    own, size, sums = work.offloaded.sum(axis=0), cached.bytes_per_token, cached.gradient_per_token(work)
+    every: IntColumn = work.summed_tokens if work.summed_tokens is not None else own
+    read = every - own
+    in_us = copy_us(size, read) * (read > 0)
+    cache_bytes, gradient_bytes = (np.ceil(layers * each * own).astype(np.int64) for each in (size, sums))
+    return KVOffloadCosts(
+        forward_us=layers * (in_us + copy_us(size, own) * (own > 0)),
+        backward_us=layers * (copy_us(size + sums, every) + copy_us(sums, read)),
+        again_us=in_us,
+        forward_bytes=0 * own,
+        backward_bytes=0 * own,
+        cache_bytes=cache_bytes,
+        gradient_bytes=gradient_bytes,
+    )
 
 
 def _placed(chunks: Sequence[Chunk], reads: Reads, sequences: Collection[int]) -> tuple[IntColumn, IntColumn]:
@@ -142,7 +163,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         states=cache(partial(_states_of, chunks, batch.borrowed)),
         placed=partial(_placed, chunks, reads),
-        hosted=0 * segments,
+        offloaded=0 * segments,
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
         repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )

@@ -21,7 +21,6 @@ from megatron_epp.plan.operations import Operation, operation, operations
 from megatron_epp.plan.plan import AnyStep, Step
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner.kernels.compiled import Numbers
-from megatron_epp.planner.memory.kv_offload_tables import with_host_costs
 from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_items, by_item, moments
 from megatron_epp.planner.tables import static_items, work_of_batch
 from megatron_epp.port.packed import PackedPlans
@@ -78,7 +77,8 @@ class _Stage:
         self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
         self.streamed = [(0, 0)] * len(plan.chunks)
         if there := plan.kv_offload_on(stage):
-            host, work, which = with_host_costs(work, costs, stage, there, slices_of(plan))
+            work, streams, which = work.offloading({q: own for q, own in slices_of(plan).items() if q in there})
+            host = costs.kv_offload_costs(stage, streams)
             self.streamed = [*zip(*((which * own).tolist() for own in (host.forward_bytes, host.backward_bytes)), strict=True)]
         self.opened, self.gone = (column.tolist() for column in costs.opened_bytes(stage, work))
         self.closed, self.comes = costs.released_bytes(stage, work).tolist(), costs.gradient_bytes(stage, work).tolist()

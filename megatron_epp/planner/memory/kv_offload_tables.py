@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_epp.cost.kv_costs import KVOffloadCosts
 from megatron_epp.cost.model import Costs
-from megatron_epp.cost.work import BoolColumn, ChunkWork
+from megatron_epp.cost.work import BoolColumn
 from megatron_epp.plan import Chunk, KVOffload
 from megatron_epp.plan.kv_offload import slices_in
 from megatron_epp.plan.problem import Problem
@@ -50,9 +50,9 @@ def with_kv_offload(
     for stage in sorted({stage for stage, _ in pairs}):
         there, first_equal = frozenset(sequence for at, sequence in pairs if at == stage), equal_stages[stage]
         if (first_equal, there) not in known:
-            host, bare, which = with_host_costs(work, costs, stage, there, slices, sharing)
+            bare, streams, which = work.offloading({sequence: slices[sequence] for sequence in there})
             own = passes_of(stage, bare, costs, modes, in_order, problem.forward_only)
-            known[first_equal, there] = streamed(own, which, host)
+            known[first_equal, there] = streamed(own, which, costs.kv_offload_costs(stage, streams, sharing))
         passes[stage] = known[first_equal, there]
     slower = COPIES_SHARING if sharing > 1 else 1.0
     return replace(tables, passes=tuple(passes), host_us_per_byte=tables.host_us_per_byte * slower)
@@ -79,29 +79,16 @@ def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts) -> St
     )
 
 
-def with_host_costs(
-    work: ChunkWork,
-    costs: Costs,
-    stage: int,
-    sequences: Collection[int],
-    slices: Mapping[int, Sequence[int]],
-    sharing: float = 1.0,
-) -> tuple[KVOffloadCosts, ChunkWork, BoolColumn]:
-    """Return the costs of KV offload of some of `slices_in`, the work without their caches, and the chunks that stream them."""
-    bare, which = work.at_host(sequences, slices)
-    return costs.kv_offload_costs(stage, work if bare.host_tokens is None else bare, sharing), bare, which
-
-
 def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> tuple[KVOffload, ...]:
     """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence.
 
     Where sequences share prefixes, room for both is taken at once.
     """
     work, slices, entries = work_of_table(chunks, problem), slices_in(chunks, problem.lengths, problem.borrowed), []
-    sizes_of = cache(lambda stage, sequence: with_host_costs(work, costs, stage, (sequence,), slices)[0])
+    sizes_of = cache(lambda stage, sequence: costs.kv_offload_costs(stage, work.offloading({sequence: slices[sequence]})[1]))
     for stage, sequence in sorted(pairs):
         sizes, c = sizes_of(costs.equal_stages[stage], sequence), slices[sequence][-1]
-        cached, gradient = sizes.cache_bytes, sizes.gradient_bytes * (not problem.forward_only)
-        sums = (int((cached + gradient).sum()), 0) if problem.borrowed else (int(cached[c]), int(gradient[c]))
-        entries.append(KVOffload(stage, sequence, *sums))
+        cache_bytes, gradient = sizes.cache_bytes, sizes.gradient_bytes * (not problem.forward_only)
+        both = (int((cache_bytes + gradient).sum()), 0) if problem.borrowed else (int(cache_bytes[c]), int(gradient[c]))
+        entries.append(KVOffload(stage, sequence, *both))
     return tuple(entries)
