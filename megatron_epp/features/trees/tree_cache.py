@@ -227,15 +227,14 @@ class TreeCache(SlicedKVCache):
         """Return what `_gathered` does where some rows are in host memory, each of which is loaded once."""
         there, at = dict[tuple[Node, slice], Tensors](), 0
         for _, node in tree.parts if cached else ():
-            size = node.end - node.start
-            there[node, slice(0, size)] = tuple(x[at : at + size] for x in cached)
-            at += size
+            first, at = at, at + node.end - node.start
+            there[node, slice(0, at - first)] = tuple(x[first:at] for x in cached)
         num_rows, at = sum(rows.stop - rows.start for _, rows in parts), 0
         gathered = tuple(x.new_empty((num_rows + len(x), *x.shape[1:])) for x in rest)
         for node, rows in parts:
             own, into = self._nodes[node, group], tuple(x[at : at + rows.stop - rows.start] for x in gathered)
             at += rows.stop - rows.start
-            known = [(own.start, x) for (other, own), x in there.items() if other == node and own.stop >= rows.stop]
+            known = [(has.start, x) for (other, has), x in there.items() if other == node and has.stop >= rows.stop]
             source = next((tuple(y[rows.start - first :] for y in x) for first, x in known if first <= rows.start), None)
             if source is None and own.host is not None:
                 own.host.copy_rows(node.sequence, (node, group), into, out=False, start=rows.start)
@@ -258,11 +257,8 @@ class TreeCache(SlicedKVCache):
         """Return the sums of a node's gradients, zeros at first, or as the host has them."""
         own = self._rows_of(layer, node, group)
         if not own.gradients:
-            shapes = [(node.end - node.start, *x.shape[1:]) for x in own.rows]
-            own.gradients = tuple(
-                torch.zeros(shape, dtype=self._sum_type(view, x), device=x.device)
-                for shape, x in zip(shapes, own.rows, strict=True)
-            )
+            size = node.end - node.start
+            own.gradients = tuple(x.new_zeros((size, *x.shape[1:]), dtype=self._sum_type(view, x)) for x in own.rows)
             self._num_bytes += sum(x.nbytes for x in own.gradients)
             if own.host is not None and own.has_sums:
                 own.host.copy_rows(node.sequence, (node, group), own.gradients, out=False, first=len(own.rows))

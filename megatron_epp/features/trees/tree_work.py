@@ -112,10 +112,7 @@ def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, in
 def _host_costs(
     cached: KVBytes, layers: float, _passes: object, work: TreeWork, copy_us: CopyTime, _fragmentation_share: float
 ) -> KVOffloadCosts:
-    """Compute what it takes that attention waits for all rows of a layer in host memory, which it puts together as ever.
-
-    Sums of gradients are with a prefix's new ones (`BlockCosts.prefix_bytes`).
-    """
+    """Compute what it takes that attention waits for a layer's rows. Sums of gradients are in `BlockCosts.prefix_bytes`."""
     own, size, sums = work.offloaded.sum(axis=0), cached.bytes_per_token, cached.gradient_per_token(work)
     every: IntColumn = work.summed_tokens if work.summed_tokens is not None else own
     read = every - own
