@@ -141,7 +141,7 @@ def plans(args, costs, run, batches):
                 for stage, count in enumerate(costs.num_layers)
             ]
             copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
-            pairs = [*product(range(len(recompute_steps)), slices_in(made.chunks, problem.lengths, problem.borrowed))]
+            pairs = [*product(range(len(recompute_steps)), slices_in(made.chunks, problem.lengths))] * (not problem.borrowed)
             kv_offload = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
             changed = replace(made, modes=modes, recompute_steps=recompute_steps, kv_offload=kv_offload, **copies)
             return build_plan(problem, costs, options, changed)
