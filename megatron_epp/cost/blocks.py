@@ -178,10 +178,11 @@ class BlockCosts(PartCosts):
         return np.where(work.sliced, 0.0 if self.kv is None else share * self.kv.bytes_per_token, 0.0)
 
     def prefix_bytes(self, work: ChunkWork) -> TimeColumn:
-        """Bytes of a prefix's new gradients (`KVBytes.prefix_bytes`); 0 if memory of passes is not counted."""
-        if self.kv is None or not self.working_bytes_per_token:
+        """Bytes of a prefix's new gradients (`KVBytes.prefix_bytes`), 0 if memory of passes is not counted, and loaded sums."""
+        if self.kv is None:
             return np.zeros(len(work.tokens))
-        return self.kv.prefix_bytes(work)
+        new = self.kv.prefix_bytes(work) if self.working_bytes_per_token else np.zeros(len(work.tokens))
+        return new if work.summed_tokens is None else new + self.kv.gradient_per_token(work) * work.summed_tokens
 
     def running_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes held only while it runs, forward or backward; 0 if memory of passes is not counted."""

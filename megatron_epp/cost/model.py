@@ -228,7 +228,8 @@ class PipelineCosts:
 
         own = self.stages[stage]
         passes = own.layers.forward, own.layers.backward
-        return kv_offload_costs(own.kv, own.num_caches, passes, work, copy_us, self.fragmentation_share)
+        of_work = work.kv_offload_costs or kv_offload_costs
+        return of_work(own.kv, own.num_caches, passes, work, copy_us, self.fragmentation_share)
 
     def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of the gradient of keys and values for which a backward makes room, layer by layer."""

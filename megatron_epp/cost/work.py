@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from operator import add
 from typing import Any, NamedTuple, overload
 
@@ -133,6 +133,8 @@ class ChunkWork:
     # span_work, span_kept: of the spans that a chunk holds (`TokenSpan`); None without any
     span_work: TimeColumn | None = None
     span_kept: TimeColumn | None = None
+    kv_offload_costs: Callable[..., Any] | None = None  # the function of `kv_costs` where sequences share prefixes
+    summed_tokens: IntColumn | None = None  # of those, tokens whose sums of gradients a pass loads from host memory
 
     @property
     def kv_offload(self) -> BoolColumn:
@@ -153,6 +155,11 @@ class ChunkWork:
     def repeated_tokens(self) -> IntColumn:
         """Tokens that a pass would put together again for other segments, which read one row for all (but of latents)."""
         return np.zeros(len(self.tokens), dtype=np.int64)
+
+    def offloading(self, slices: Mapping[int, Sequence[int]]) -> tuple[ChunkWork, ChunkWork, BoolColumn]:
+        """Return the work without the caches of some of `slices_in`, that by which these stream, and the chunks that do."""
+        which = np.isin(range(len(self.tokens)), [c for own in slices.values() for c in own])
+        return replace(self, cache_tokens=np.where(which, 0, self.cache_tokens)), self, which
 
     def handed(self, state_tokens: int) -> tuple[TimeColumn, BoolColumn | IntColumn]:
         """Numbers of states that chunks keep, where one behind fewer tokens is a part, and of slices that go on from one."""

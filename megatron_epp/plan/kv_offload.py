@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron_epp.plan.action import Action, Op
-from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.chunk import Borrowed, Chunk, path_of
 from megatron_epp.plan.plan import KVOffload, Plan
 from megatron_epp.plan.simulation import Timeline, simulate
 
@@ -83,14 +83,21 @@ def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
 
 def slices_of(plan: Plan) -> dict[int, list[int]]:
     """Chunks of every sequence of a plan that `slices_in` lists."""
-    return slices_in(plan.chunks, plan.lengths)
+    return slices_in(plan.chunks, plan.lengths, plan.borrowed)
 
 
-def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list[int]]:
+def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int], borrowed: Sequence[Borrowed] = ()) -> dict[int, list[int]]:
     """Chunks of every sequence whose slices all come first in their chunks, in the order of its slices.
 
-    KV offload is for these: attention reads one slice at a time from the host, and the rest of a chunk on the device.
+    KV offload is for these: attention reads one slice at a time from the host, and the rest of a chunk on the device. Where
+    sequences share prefixes it is for all that others, or later slices, read: their first chunks, and then all that read them.
     """
+    if borrowed:
+        parts_of = dict[int, list[int]]()
+        for c, sequence, end in ((c, sequence, end) for c, chunk in enumerate(chunks) for sequence, _, end in chunk.segments):
+            for holder, *_ in path_of(sequence, end, borrowed):
+                parts_of.setdefault(holder, []).append(c)
+        return {sequence: own for sequence, own in parts_of.items() if len(own) > 1}
     begun = {part.sequence for chunk in chunks if (part := chunk.begun_of(lengths)) is not None}
     starts: dict[int, list[tuple[int, int]]] = {}
     for c, chunk in enumerate(chunks):

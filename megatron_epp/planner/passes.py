@@ -219,6 +219,7 @@ class StagePasses:
     exchange_us: TimeColumn  # of the exchange between tensor-parallel ranks, a part of the forward, and as much of the backward
     activation: IntColumn  # bytes kept from forward to backward without recompute
     layer_input: IntColumn  # of these, what a layer that recomputes whole keeps
+    handed: IntColumn  # of these, states that are handed on, which others than autograd hold
     # forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
     # the bytes freed at its end
     forward_alloc: IntColumn
@@ -362,6 +363,7 @@ def passes_of(
         exchange_us=costs.exchange_us(stage, work),
         activation=none,
         layer_input=costs.layer_bytes(stage, work, "full"),
+        handed=costs.activation_items(stage, work).get(items.STATES, none),
         forward_alloc=opened,
         forward_free=none,
         backward_residual=none,

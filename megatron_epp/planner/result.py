@@ -27,8 +27,6 @@ def plan_or_refuse(problems: Sequence[Problem], costs: Costs, options: Options, 
     """Plan a batch, or replicas in lockstep, by the search. Raises `InfeasibleError` if nothing fits; there is a plan under the
     cap that the error names, its messages included.
     """
-    if problems[0].borrowed:  # what many sequences read stays on the device
-        options = replace(options, kv_offload=False)
     replicas = Replicas(tuple(problems), costs, options)
     candidates = search(replicas)
     try:

@@ -107,7 +107,8 @@ class Tables:
         return recompute_of(tuple(passes.frontier.mode[:, chunk].tolist()), passes.num_layers, num_steps)
 
     def kept_bytes(self, stage: int, chunk: int, num_steps: int) -> int:
-        return int(self.passes[stage].ways.kept_bytes[chunk, num_steps])
+        """Bytes that a chunk keeps, without states, which no copy to the host moves."""
+        return int(self.passes[stage].ways.kept_bytes[chunk, num_steps] - self.passes[stage].handed[chunk])
 
     def layer_input(self, stage: int, chunk: int) -> int:
         """Bytes of the input of one layer, the least that is copied to the host."""

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.data.batch import ChunkArrays
+from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.offload.host_rows import HostRows
+from megatron_epp.features.trees import common_rows
 from megatron_epp.features.trees.tree_cache import Node, Piece, TreeCache, TreeView
 from megatron_epp.features.trees.tree_layouts import tree_layouts
 from megatron_epp.plan.chunk import path_of
@@ -17,11 +21,13 @@ from megatron_epp.plan.proof import check
 from megatron_epp.runtime.attention.segments import KVCacheError
 from megatron_epp.runtime.lowered import executor_of
 from tests.support.plan.random_forests import forest, forest_plan
+from tests.support.runtime.late_host import LATE_HOSTS
 from tests.support.runtime.layer_kinds import KINDS, KindStage
 from tests.support.runtime.plain_stage import build_part
-from tests.support.runtime.runtime_plans import planned
+from tests.support.runtime.runtime_plans import offloading_kv, planned
 
 LAYERS = (2, 2)
+HOSTS = {"at once": lambda: HostMemory(torch.device("cpu"), 1 << 30), **LATE_HOSTS}
 
 
 class ForestBatch:
@@ -64,11 +70,13 @@ def each_alone(texts, weights, kind):
     return total, [dict(part.named_parameters()) for part in parts]
 
 
-def assert_equals_each_alone(plan, grown, rng, kind="full attention"):
-    """Run a plan of two stages on one rank, and compare its loss and gradients."""
+def assert_equals_each_alone(plan, grown, rng, kind="full attention", host=None):
+    """Run a plan of two stages on one rank, with KV offload of all that it lists to a host, and compare loss and gradients."""
     weights = [[rng.choice([0.0, rng.uniform(-1, 1)]) for _ in range(length)] for length in grown.lengths]
     batch = ForestBatch(plan, grown.texts, weights)
     stages = {stage: KindStage(build_part(LAYERS, stage, torch.float64, KINDS[kind]), batch) for stage in range(2)}
+    for number, stage in stages.items() if host is not None else ():
+        stage.kv_cache.offloaded = HostRows(host, plan.kv_offload_on(number), not plan.forward_only)
     executor_of(plan, 0, stages).run()
     loss, wanted = each_alone(grown.texts, weights, kind)
     assert stages[1].loss == pytest.approx(loss, abs=1e-11)
@@ -105,6 +113,25 @@ def test_what_the_planner_makes_of_a_forest_runs_with_the_loss_and_the_gradients
     plan = planned(grown.lengths, LAYERS, multiple, placement=(0, 0), borrowed=grown.borrowed, **options)
     assert plan.borrowed == grown.borrowed
     assert_equals_each_alone(plan, grown, rng, kind)
+
+
+@pytest.mark.parametrize("kind", ["full attention", "latents"])
+@pytest.mark.parametrize("when", HOSTS)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([{}, {"recompute": 1}, {"slices": 3}, {"forward_only": True}]),
+    st.sampled_from([1, 4]),
+)
+def test_prefixes_in_host_memory_give_the_same_whenever_copies_happen(when, kind, seed, options, multiple):
+    rng = random.Random(seed)
+    grown, host = forest(rng), HOSTS[when]()
+    plan = planned(grown.lengths, LAYERS, multiple, placement=(0, 0), borrowed=grown.borrowed, **options)
+    at_host = offloading_kv(plan)
+    assert at_host.kv_offload
+    with patch.multiple(common_rows, LEAST_ROWS=rng.choice([0, 10**6]), ROWS_PER_TOKEN=0):
+        assert_equals_each_alone(at_host, grown, rng, kind, host)
+    assert host.held_bytes == 0 < host.held_peak_bytes
 
 
 def test_a_forest_runs_as_many_tokens_fewer_as_are_borrowed():

@@ -22,7 +22,6 @@ from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.chunks.in_runs import Shape, cut_in_runs, falling_times
 from megatron_epp.planner.infeasible import InfeasibleError
 from megatron_epp.planner.latents_choice import LatentsTrial, choose_latents
-from megatron_epp.planner.memory.kv_offload_tables import without_caches
 from megatron_epp.tools.formulas import H100, ModelShape, Profile, analytic_profile, on_device
 from megatron_epp.tools.formulas.analytic import profile_for
 from megatron_epp.tools.formulas.library import load_flags, shape_of
@@ -195,7 +194,7 @@ def test_a_layer_holds_it_beside_the_sums_of_the_last_slice():
 
 
 def test_caches_at_the_host_are_met_by_pieces_that_make_no_more():
-    kv_offload = without_caches(WORK)
+    kv_offload = replace(WORK, cache_tokens=0 * WORK.cache_tokens)
     assert kv_offload.kv_offload.all()
     assert not WORK.kv_offload.any()
     resident, streamed = (with_kv(gradient_bytes_per_token=2.0 * KEY).layers.prefix_bytes(w) for w in (WORK, kv_offload))
@@ -206,7 +205,9 @@ def test_caches_at_the_host_are_met_by_pieces_that_make_no_more():
 def test_a_piece_of_a_short_prefix_makes_its_own_heads_part():
     tokens, step = 24 * 1024, 8 * 1024
     short = work_of([Chunk((Segment(0, start, start + step),)) for start in range(0, tokens, step)], [tokens])
-    resident, streamed = (LLAMA.stages[0].layers.prefix_bytes(work) for work in (short, without_caches(short)))
+    resident, streamed = (
+        LLAMA.stages[0].layers.prefix_bytes(work) for work in (short, replace(short, cache_tokens=0 * short.cache_tokens))
+    )
     assert resident[1] == 9 * KEY * step, "all heads of what is ahead of the second slice"
     piece = 9 * KEY * 2 * step // head_parts(8)
     assert streamed[1] == max(0, piece - 9 * KEY * step) < resident[1]

@@ -16,6 +16,7 @@ from megatron_epp.features.trees.tree_cuts import cut_trees
 from megatron_epp.features.trees.tree_work import work_of_tree
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
+from megatron_epp.plan.kv_offload import host_peak_bytes
 from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.chunks.chunker import Chunker
@@ -25,7 +26,7 @@ from megatron_epp.planner.result import plan_or_refuse
 from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.tools.report.text import headline
 from tests.support.plan import second_simulator
-from tests.support.plan.planner_cases import GIB, pipeline, problem
+from tests.support.plan.planner_cases import GIB, least_cap_bytes, pipeline, problem
 from tests.support.plan.random_forests import forest
 from tests.support.plan.small_plans import chunk
 
@@ -138,8 +139,27 @@ def test_a_cap_that_is_named_has_a_plan_and_what_a_rank_holds_is_said_by_item():
     assert sum(peak_items(made, COSTS).values()) == max(made.predicted.peak_bytes)
 
 
+def test_what_many_read_goes_to_host_memory_where_the_device_lacks_room():
+    lengths, borrowed = groups(1, 4, 120000, 500)
+    costs = replace(pipeline(2, 8), host_us_per_byte=1e-5)
+    asked = replace(problem(lengths, 2), borrowed=borrowed)
+    least = least_cap_bytes(asked, costs, Options(offload=True, kv_offload=False, shares=True))
+    static = max(map(costs.static_bytes, range(2)))
+    less = replace(asked, cap_bytes=(static + 2 * (least - static) // 5,) * 2)
+    with pytest.raises(InfeasibleError):
+        plan(less, costs, Options(offload=True, kv_offload=False, shares=True))
+    made, separate = (plan(each, costs, Options(offload=True)) for each in (less, replace(less, borrowed=())))
+    assert 2 * made.predicted.makespan_us < separate.predicted.makespan_us
+    assert (check(made), second_simulator.faults(made), made.borrowed) == ([], [], borrowed)
+    assert {entry.sequence for entry in made.kv_offload} == {0}
+    assert sum(peak_items(made, costs).values()) == max(made.predicted.peak_bytes)
+    assert max(host_peak_bytes(made)) >= max(entry.cache_bytes for entry in made.kv_offload)
+    unread = replace(made, kv_offload=(made.kv_offload[0]._replace(sequence=3),))
+    assert "sequence 3 in host memory of stage 0: the sequence is read by no other" in str(check(unread)[0])
+
+
 @pytest.mark.parametrize("offload", [False, True])
-def test_under_tight_caps_forests_recompute_and_copy_but_keep_keys_and_values_on_the_device(offload):
+def test_under_caps_that_recompute_or_copies_meet_forests_keep_keys_and_values_on_the_device(offload):
     lengths, borrowed = groups(2, 4, 30000, 2000)
     asked = replace(problem(lengths, 2), borrowed=borrowed)
     costs = replace(COSTS, offloadable_share=0.9, host_us_per_byte=1e-5)

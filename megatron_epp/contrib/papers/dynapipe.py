@@ -70,7 +70,7 @@ def cyclic(batch: Batch) -> Iterator[Order]:
     orders = {_Cycles(batch, None, []).run(): None}
     for layers, share in product(LAYERS, ROOM):
         activations = [
-            [tables.kept_bytes(stage, c, int(layers * count)) for c in range(batch.num_chunks)]
+            [int(tables.passes[stage].ways.kept_bytes[c, int(layers * count)]) for c in range(batch.num_chunks)]
             for stage, count in enumerate(tables.num_layers)
         ]
         room = [share * (cap - static) for cap, static in zip(batch.problem.cap_bytes, tables.static, strict=True)]

@@ -170,7 +170,8 @@ def host_room(replicas: Replicas, order: Order, table: Aligned, pairs: tuple[Pai
     rooms = []
     for chunks, problem, mine in zip(table.chunks, replicas.problems, pairs, strict=True):
         entries, changes = kv_offload_entries(chunks, problem, replicas.costs, mine), Counter[tuple[Action, bool]]()
-        for action, at_end, size in kv_offload_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):
+        slices = slices_in(chunks, problem.lengths, problem.borrowed)
+        for action, at_end, size in kv_offload_changes(entries, slices, problem.forward_only):
             changes[action, at_end] += size
         rows = (accumulate((changes[each] for each in product(row, (False, True))), initial=0) for row in order)
         rooms.append([problem.host_cap_bytes - max(row) for row in rows])
@@ -215,7 +216,7 @@ def _choices(
 
 
 def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
-    slices = slices_in(chunks, problem.lengths)
+    slices = slices_in(chunks, problem.lengths, problem.borrowed)
 
     def largest_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:
         return -int(tables.passes[pair[0]].forward_alloc[slices[pair[1]][0]]), pair

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from megatron_epp.features.offload.activations import ActivationOffload
 from megatron_epp.features.offload.host import HostMemory
+from megatron_epp.features.offload.host_rows import HostRows
 from megatron_epp.features.offload.host_store import HostStore
 from megatron_epp.plan import Action, Op, Plan
 from megatron_epp.runtime.context import Stage
@@ -29,7 +30,8 @@ def offload_handlers(
     host.held_peak_bytes = host.held_bytes
     for number, stage in stages.items():
         sequences = plan.kv_offload_on(number)
-        stage.kv_cache.offloaded = HostStore(host, sequences) if sequences else None
+        store = HostRows(host, sequences, not plan.forward_only) if plan.borrowed else HostStore(host, sequences)
+        stage.kv_cache.offloaded = store if sequences else None
     if offload is None:
         yield {}
         return

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_epp.features.offload.host_rows import HostRows
 from megatron_epp.plan.sizing import sums_in_fp32
 from megatron_epp.runtime.attention.core import compact
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
@@ -75,9 +76,11 @@ class TreeView(SliceView):
 class _Rows:
     """Rows of a node in one layer, ``[tokens, heads, width]`` each, and the sums of their gradients."""
 
-    rows: Tensors
+    rows: Tensors  # of no token if they are in host memory
     readers: int  # that have not run backward; without backward, forward
     gradients: Tensors = ()
+    host: HostRows | None = None  # that has the rows, and the sums of gradients between actions; None if they stay
+    has_sums: bool = False  # the host has some
 
     @property
     def num_bytes(self) -> int:
@@ -115,11 +118,10 @@ class TreeCache(SlicedKVCache):
         for _, node in tree.parts:
             here = slice(at, at := at + node.end - node.start)
             if (node, group) not in self._nodes:
-                own = self._nodes[node, group] = _Rows(tuple(compact(x[here]) for x in cached), node.num_readers)
-                self._num_bytes += own.num_bytes
+                self._keep(tree, node, group, tuple(x[here] for x in cached))
             elif not self._is_again:
                 raise KVCacheError(f"{_where(layer, node)}: attention runs twice in the forward of the tokens at {node.start}")
-        return self._gathered(layer, tree, group, [x[at:] for x in cached])
+        return self._gathered(layer, tree, group, [x[at:] for x in cached], cached)
 
     def fetch(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
         tree, group, inside = _tree(view), HeadGroup(layer, part), dict[Node, int]()
@@ -154,11 +156,14 @@ class TreeCache(SlicedKVCache):
             row = add(pieces, at)
             own = tuple(x[row : row + node.end - node.start] for x in grads)
             if node.num_readers:
-                sums = self._nodes[node, group].gradients
+                sums = self._sums(layer, tree, node, group)
                 own = tuple((total if heads is None else total[:, heads]) + x for total, x in zip(sums, own, strict=True))
             complete.insert(0, tuple(x.to(grad.dtype) for x, grad in zip(own, grads, strict=True)))
             if is_last:
                 self._free(node, group)
+        if is_last:
+            for pieces in (tree.shared, *(pieces for pieces, _ in tree.parts)):
+                self._put_away([piece.node for piece in pieces], group)
         return tuple(torch.cat(each) for each in zip(*complete, rest, strict=True))
 
     def release(self, layer: int, view: SliceView, part: int = 0) -> None:
@@ -176,36 +181,100 @@ class TreeCache(SlicedKVCache):
             left = sorted({(group.layer, node.sequence) for node, group in self._nodes})
             raise KVCacheError(f"caches of (layer, sequence) {left} were never freed")
 
+    def _keep(self, tree: TreeView, node: Node, group: HeadGroup, rows: Tensors) -> None:
+        """Keep rows of a node, or copy them to the host if it has those of the node's sequence."""
+        host = self.offloaded
+        if isinstance(host, HostRows) and node.num_readers and node.sequence in host.sequences:
+            sums = [x.numel() * self._sum_type(tree, x).itemsize for x in rows] if host.trains else []
+            host.reserve(node.sequence, (node, group), [*(x.nbytes for x in rows), *sums])
+            host.copy_rows(node.sequence, (node, group), tuple(map(compact, rows)), out=True)
+            empty = tuple(x.new_empty((0, *x.shape[1:])) for x in rows)
+            self._nodes[node, group] = _Rows(empty, node.num_readers, host=host)
+        else:
+            own = self._nodes[node, group] = _Rows(tuple(map(compact, rows)), node.num_readers)
+            self._num_bytes += own.num_bytes
+
     def _free(self, node: Node, group: HeadGroup) -> None:
-        self._num_bytes -= self._nodes.pop((node, group)).num_bytes
+        own = self._nodes.pop((node, group))
+        self._num_bytes -= own.num_bytes
+        if own.host is not None:
+            own.host.discard(node.sequence, (node, group))
 
-    def _gathered(self, layer: int, tree: TreeView, group: HeadGroup, rest: Sequence[Tensor]) -> Tensors:
+    def _gathered(
+        self, layer: int, tree: TreeView, group: HeadGroup, rest: Sequence[Tensor], cached: Sequence[Tensor] = ()
+    ) -> Tensors:
         """Return what the queries of a chunk attend to: what several segments read, of each the rest of its prefix and its own
-        rows, then the padding's.
+        rows, then the padding's. In a forward `cached` are the chunk's rows.
         """
-        seen = [self._piece(layer, piece, group) for piece in tree.shared]
+        parts = [(piece.node, piece.rows) for piece in tree.shared]
         for pieces, node in tree.parts:
-            seen += (self._piece(layer, piece, group) for piece in pieces)
-            seen.append(self._rows_of(layer, node, group).rows)
+            parts += ((piece.node, piece.rows) for piece in pieces)
+            parts.append((node, slice(0, node.end - node.start)))
+        if any(self._rows_of(layer, node, group).host is not None for node, _ in parts):
+            return self._loaded(tree, group, rest, cached, parts)
+        seen = [tuple(x[rows] for x in self._nodes[node, group].rows) for node, rows in parts]
         every = zip(*seen, rest, strict=True)
-        return tuple(parts[0] if len(parts) == 2 and not len(parts[1]) else torch.cat(parts) for parts in every)
+        return tuple(x[0] if len(x) == 2 and not len(x[1]) else torch.cat(x) for x in every)
 
-    def _piece(self, layer: int, piece: Piece, group: HeadGroup) -> Tensors:
-        return tuple(x[piece.rows] for x in self._rows_of(layer, piece.node, group).rows)
+    def _loaded(
+        self,
+        tree: TreeView,
+        group: HeadGroup,
+        rest: Sequence[Tensor],
+        cached: Sequence[Tensor],
+        parts: Sequence[tuple[Node, slice]],
+    ) -> Tensors:
+        """Return what `_gathered` does where some rows are in host memory, each of which is loaded once."""
+        there, at = dict[tuple[Node, slice], Tensors](), 0
+        for _, node in tree.parts if cached else ():
+            first, at = at, at + node.end - node.start
+            there[node, slice(0, at - first)] = tuple(x[first:at] for x in cached)
+        num_rows, at = sum(rows.stop - rows.start for _, rows in parts), 0
+        gathered = tuple(x.new_empty((num_rows + len(x), *x.shape[1:])) for x in rest)
+        for node, rows in parts:
+            own, into = self._nodes[node, group], tuple(x[at : at + rows.stop - rows.start] for x in gathered)
+            at += rows.stop - rows.start
+            known = [(has.start, x) for (other, has), x in there.items() if other == node and has.stop >= rows.stop]
+            source = next((tuple(y[rows.start - first :] for y in x) for first, x in known if first <= rows.start), None)
+            if source is None and own.host is not None:
+                own.host.copy_rows(node.sequence, (node, group), into, out=False, start=rows.start)
+                there[node, rows] = into
+                continue
+            for x, y in zip(into, source or tuple(y[rows.start :] for y in own.rows), strict=True):
+                x.copy_(y[: len(x)])
+        for x, y in zip(gathered, rest, strict=True):
+            x[at:] = y
+        return gathered
 
     def _add(
         self, layer: int, view: TreeView, piece: Piece, group: HeadGroup, grads: Sequence[Tensor], heads: slice | None
     ) -> None:
-        own = self._rows_of(layer, piece.node, group)
-        if not own.gradients:
-            wide = sums_in_fp32(self.fp32_gradients, view.num_slices)
-            own.gradients = tuple(
-                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if wide else x.dtype) for x in own.rows
-            )
-            self._num_bytes += sum(x.nbytes for x in own.gradients)
-        for total, x in zip(own.gradients, grads, strict=True):
+        for total, x in zip(self._sums(layer, view, piece.node, group), grads, strict=True):
             of_heads = total if heads is None else total[:, heads]
             of_heads[piece.rows] += x
+
+    def _sums(self, layer: int, view: TreeView, node: Node, group: HeadGroup) -> Tensors:
+        """Return the sums of a node's gradients, zeros at first, or as the host has them."""
+        own = self._rows_of(layer, node, group)
+        if not own.gradients:
+            size = node.end - node.start
+            own.gradients = tuple(x.new_zeros((size, *x.shape[1:]), dtype=self._sum_type(view, x)) for x in own.rows)
+            self._num_bytes += sum(x.nbytes for x in own.gradients)
+            if own.host is not None and own.has_sums:
+                own.host.copy_rows(node.sequence, (node, group), own.gradients, out=False, first=len(own.rows))
+        return own.gradients
+
+    def _put_away(self, nodes: Sequence[Node], group: HeadGroup) -> None:
+        for node in nodes:
+            own = self._nodes.get((node, group))
+            if own is not None and own.host is not None and own.gradients:
+                own.host.copy_rows(node.sequence, (node, group), own.gradients, out=True, first=len(own.rows))
+                self._num_bytes -= sum(x.nbytes for x in own.gradients)
+                own.gradients, own.has_sums = (), True
+
+    def _sum_type(self, view: SliceView, x: Tensor) -> torch.dtype:
+        wide = sums_in_fp32(self.fp32_gradients, view.num_slices)
+        return torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
 
     def _rows_of(self, layer: int, node: Node, group: HeadGroup) -> _Rows:
         if (own := self._nodes.get((node, group))) is None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, TimeColumn, work_of
-from megatron_epp.features.trees.common_rows import common_rows
+from megatron_epp.cost.kv_costs import CopyTime, KVBytes, KVOffloadCosts
+from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, Sizes, TimeColumn, work_of
+from megatron_epp.features.trees.common_rows import Reads, common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
 from megatron_epp.features.trees.state_cuts import Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment
@@ -40,6 +41,15 @@ class TreeWork(ChunkWork):
     # Of the states of a chunk the tokens ahead, and how often they are kept, ``[2, state, chunk]``, 0 where there is none; and
     # the number of its parts that begin with a state. A function, since few models have any.
     states: Callable[[], tuple[IntColumn, IntColumn]]
+    # From sequences in host memory to `offloaded`, and to the tokens there that each chunk reads of others
+    placed: Callable[[Collection[int]], tuple[IntColumn, IntColumn]]
+    offloaded: IntColumn  # tokens of segments in host memory, of the shape of `segments`
+
+    def offloading(self, slices: Mapping[int, Sequence[int]]) -> tuple[TreeWork, TreeWork, BoolColumn]:
+        offloaded, read = self.placed(slices)
+        summed = read + offloaded.sum(axis=0)
+        away = replace(self, offloaded=offloaded, summed_tokens=summed, kv_offload_costs=_host_costs)
+        return away, away, summed > 0
 
     def handed(self, state_tokens: int) -> tuple[TimeColumn, IntColumn]:
         (tokens, times), entered = self.states()
@@ -58,16 +68,16 @@ class TreeWork(ChunkWork):
         return self.repeated
 
     def opened_cache(self, size: Sizes) -> IntColumn:
-        return np.sum([*map(size, self.segments)], axis=0)
+        return np.sum([*map(size, self.segments - self.offloaded)], axis=0)
 
     def released_cache(self, size: Sizes) -> IntColumn:
-        return self._at(self.last_reader, size, self.segments)
+        return self._at(self.last_reader, size, self.segments - self.offloaded)
 
     def opened_gradients(self, size: Sizes) -> IntColumn:
-        return self._at(self.first_backward, size, self.segments * self.is_read)
+        return self._at(self.first_backward, size, (self.segments - self.offloaded) * self.is_read)
 
     def closed_gradients(self, size: Sizes) -> IntColumn:
-        return np.sum([*map(size, self.segments * self.is_read)], axis=0)
+        return np.sum([*map(size, (self.segments - self.offloaded) * self.is_read)], axis=0)
 
     @staticmethod
     def _at(chunks: IntColumn, size: Sizes, tokens: IntColumn) -> IntColumn:
@@ -99,6 +109,36 @@ def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, in
             yield tokens.end, min(3, others[behind])
 
 
+def _host_costs(
+    cached: KVBytes, layers: float, _passes: object, work: TreeWork, copy_us: CopyTime, _fragmentation_share: float
+) -> KVOffloadCosts:
+    """Compute what it takes that attention waits for a layer's rows. Sums of gradients are in `BlockCosts.prefix_bytes`."""
+    own, size, sums = work.offloaded.sum(axis=0), cached.bytes_per_token, cached.gradient_per_token(work)
+    every: IntColumn = work.summed_tokens if work.summed_tokens is not None else own
+    read = every - own
+    in_us = copy_us(size, read) * (read > 0)
+    cache_bytes, gradient_bytes = (np.ceil(layers * each * own).astype(np.int64) for each in (size, sums))
+    return KVOffloadCosts(
+        forward_us=layers * (in_us + copy_us(size, own) * (own > 0)),
+        backward_us=layers * (copy_us(size + sums, every) + copy_us(sums, read)),
+        again_us=in_us,
+        forward_bytes=0 * own,
+        backward_bytes=0 * own,
+        cache_bytes=cache_bytes,
+        gradient_bytes=gradient_bytes,
+    )
+
+
+def _placed(chunks: Sequence[Chunk], reads: Reads, sequences: Collection[int]) -> tuple[IntColumn, IntColumn]:
+    there = {part for parts in reads.values() for part, _ in parts if part.sequence in sequences}
+    rows = zip_longest(*([part.num_tokens if part in there else 0 for part in chunk.segments] for chunk in chunks), fillvalue=0)
+    read = []
+    for chunk in chunks:
+        others = {part for segment in chunk.segments for part, _ in reads[segment]}.difference(chunk.segments)
+        read.append(sum(part.num_tokens for part in others & there))
+    return np.array([*rows], dtype=np.int64), np.array(read, dtype=np.int64)
+
+
 def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:
     """Derive the work of every chunk; `facts` are the arguments of `cost.work.work_of` behind its chunks."""
     plain, reads = work_of(chunks, *facts), reads_of(chunks, batch.borrowed)
@@ -128,6 +168,8 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         states=cache(partial(_states_of, chunks, batch.borrowed)),
+        placed=partial(_placed, chunks, reads),
+        offloaded=0 * segments,
         is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
         repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )

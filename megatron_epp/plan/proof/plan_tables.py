@@ -125,16 +125,15 @@ def check_extensions(plan: Plan) -> Iterator[Violation]:
 
 
 def check_kv_offload(plan: Plan) -> Iterator[Violation]:
-    """Yield violations unless KV offload is of sliced sequences, at most once per stage and sequence, and of none that share
-    prefixes.
-    """
-    slices, seen = {} if plan.borrowed else slices_of(plan), set()
+    """Yield violations unless KV offload is of sequences that `slices_in` lists, at most once per stage and sequence."""
+    slices, seen = slices_of(plan), set()
     for stage, sequence, *sizes in plan.kv_offload:
         name = f"keys and values of sequence {sequence} in host memory of stage {stage}"
         if not 0 <= stage < plan.num_stages:
             yield fault(f"{name}: there are {plan.num_stages} stages")
         elif sequence not in slices:
-            yield fault(f"{name}: the sequence is not cut into slices that come first in their chunks")
+            what = "read by no other" if plan.borrowed else "not cut into slices that come first in their chunks"
+            yield fault(f"{name}: the sequence is {what}")
         elif (stage, sequence) in seen:
             yield fault(f"{name} are there twice")
         elif min(sizes) < 0:

@@ -13,14 +13,14 @@ import numpy as np
 
 from megatron_epp.cost import memory as item
 from megatron_epp.cost.model import Costs
-from megatron_epp.cost.work import BoolColumn, ChunkWork
+from megatron_epp.cost.work import ChunkWork
 from megatron_epp.plan import Action, Op, Plan, Recompute
+from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.memory_breakdown import Items, MemoryBreakdown
 from megatron_epp.plan.operations import Operation, operation, operations
 from megatron_epp.plan.plan import AnyStep, Step
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner.kernels.compiled import Numbers
-from megatron_epp.planner.memory.kv_offload_tables import without_caches
 from megatron_epp.planner.passes import BackwardBytes, LayerGroup, backward_items, by_item, moments
 from megatron_epp.planner.tables import static_items, work_of_batch
 from megatron_epp.port.packed import PackedPlans
@@ -75,10 +75,11 @@ def _name_of(added: Operation) -> str:
 class _Stage:
     def __init__(self, plan: Plan, costs: Costs, stage: int, work: ChunkWork) -> None:
         self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
-        slices, there = (chunk.slice_of(plan.lengths) for chunk in plan.chunks), plan.kv_offload_on(stage)
-        kv_offload = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
-        self.streamed = _streamed(costs, stage, work, kv_offload)
-        work = without_caches(work, kv_offload)
+        self.streamed = [(0, 0)] * len(plan.chunks)
+        if there := plan.kv_offload_on(stage):
+            work, streams, which = work.offloading({q: own for q, own in slices_of(plan).items() if q in there})
+            host = costs.kv_offload_costs(stage, streams)
+            self.streamed = [*zip(*((which * own).tolist() for own in (host.forward_bytes, host.backward_bytes)), strict=True)]
         self.opened, self.gone = (column.tolist() for column in costs.opened_bytes(stage, work))
         self.closed, self.comes = costs.released_bytes(stage, work).tolist(), costs.gradient_bytes(stage, work).tolist()
         self.head: list[int] = costs.head_bytes(stage, work).tolist()
@@ -165,14 +166,6 @@ class _Stage:
         if left.total() > most.sum() and num_bytes > most.sum() + self.num_layers + 1:
             items = dict(left)
         return _filled(items, num_bytes, item.RECOMPUTED if recompute.num_layers else item.LAYERS)
-
-
-def _streamed(costs: Costs, stage: int, work: ChunkWork, kv_offload: BoolColumn) -> list[tuple[int, int]]:
-    """List the device bytes of each chunk's forward and backward for keys and values in host memory (KV offload)."""
-    if not kv_offload.any():
-        return [(0, 0)] * len(kv_offload)
-    sizes = costs.kv_offload_costs(stage, work)
-    return list(zip((sizes.forward_bytes * kv_offload).tolist(), (sizes.backward_bytes * kv_offload).tolist(), strict=True))
 
 
 def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:

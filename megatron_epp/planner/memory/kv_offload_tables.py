@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from megatron_epp.cost.kv_costs import KVOffloadCosts
 from megatron_epp.cost.model import Costs
-from megatron_epp.cost.work import BoolColumn, ChunkWork, work_of
+from megatron_epp.cost.work import BoolColumn
 from megatron_epp.plan import Chunk, KVOffload
 from megatron_epp.plan.kv_offload import slices_in
 from megatron_epp.plan.problem import Problem
@@ -44,15 +45,14 @@ def with_kv_offload(
     of caches that stay. `sharing` is one of `SHARINGS`; 1 without copies of activations.
     """
     work = work_of_table(chunks, problem)
-    host_costs, slices = _kv_offload_costs(costs, work, pairs, sharing), slices_in(chunks, problem.lengths)
+    slices, equal_stages = slices_in(chunks, problem.lengths, problem.borrowed), costs.equal_stages_of(work)
     passes, known = list(tables.passes), dict[tuple[int, frozenset[int]], StagePasses]()
-    for stage, host in host_costs.items():
-        there, first_equal = frozenset(sequence for at, sequence in pairs if at == stage), costs.equal_stages_of(work)[stage]
+    for stage in sorted({stage for stage, _ in pairs}):
+        there, first_equal = frozenset(sequence for at, sequence in pairs if at == stage), equal_stages[stage]
         if (first_equal, there) not in known:
-            which = np.zeros(len(chunks), dtype=np.bool_)
-            which[[c for sequence in there for c in slices.get(sequence, ())]] = True
-            bare = passes_of(stage, without_caches(work, which), costs, modes, in_order, problem.forward_only)
-            known[first_equal, there] = streamed(bare, which, host)
+            bare, streams, which = work.offloading({sequence: slices[sequence] for sequence in there})
+            own = passes_of(stage, bare, costs, modes, in_order, problem.forward_only)
+            known[first_equal, there] = streamed(own, which, costs.kv_offload_costs(stage, streams, sharing))
         passes[stage] = known[first_equal, there]
     slower = COPIES_SHARING if sharing > 1 else 1.0
     return replace(tables, passes=tuple(passes), host_us_per_byte=tables.host_us_per_byte * slower)
@@ -79,25 +79,16 @@ def streamed(passes: StagePasses, which: BoolColumn, host: KVOffloadCosts) -> St
     )
 
 
-def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWork:
-    """Return the work without keys and values on the device of slices: of those chunks; None for all."""
-    return replace(work, cache_tokens=np.where(True if which is None else which, 0, work.cache_tokens))
-
-
-def _kv_offload_costs(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: float = 1.0) -> dict[int, KVOffloadCosts]:
-    """Compute the costs of KV offload for every stage that has any, in stage order; equal stages are evaluated once."""
-    equal_stages, stages = costs.equal_stages, sorted({stage for stage, _ in pairs})
-    distinct = {first: costs.kv_offload_costs(first, work, sharing) for first in {equal_stages[stage] for stage in stages}}
-    return {stage: distinct[equal_stages[stage]] for stage in stages}
-
-
 def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> tuple[KVOffload, ...]:
-    """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence."""
-    work = work_of(chunks, problem.lengths, problem.token_multiple)
-    slices = slices_in(chunks, problem.lengths)
-    host_costs, entries = _kv_offload_costs(costs, work, pairs), []
+    """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence.
+
+    Where sequences share prefixes, room for both is taken at once.
+    """
+    work, slices, entries = work_of_table(chunks, problem), slices_in(chunks, problem.lengths, problem.borrowed), []
+    sizes_of = cache(lambda stage, sequence: costs.kv_offload_costs(stage, work.offloading({sequence: slices[sequence]})[1]))
     for stage, sequence in sorted(pairs):
-        sizes, c = host_costs[stage], slices[sequence][-1]
-        gradient = 0 if problem.forward_only else int(sizes.gradient_bytes[c])
-        entries.append(KVOffload(stage, sequence, int(sizes.cache_bytes[c]), gradient))
+        sizes, c = sizes_of(costs.equal_stages[stage], sequence), slices[sequence][-1]
+        cache_bytes, gradient = sizes.cache_bytes, sizes.gradient_bytes * (not problem.forward_only)
+        both = (int((cache_bytes + gradient).sum()), 0) if problem.borrowed else (int(cache_bytes[c]), int(gradient[c]))
+        entries.append(KVOffload(stage, sequence, *both))
     return tuple(entries)

@@ -126,7 +126,7 @@ class SlicedKVCache:
     def of_kind[Cache: SlicedKVCache](self, kind: type[Cache]) -> Cache:
         """Return the cache of chunks that need one of another kind, with the same settings, made when asked."""
         cache = self.carried(kind)
-        cache.fp32_gradients = self.fp32_gradients
+        cache.fp32_gradients, cache.offloaded = self.fp32_gradients, self.offloaded
         return cache
 
     @property
