@@ -134,7 +134,7 @@ def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
 
 def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
-    first = settings.first_recipe(free.problem, free.orders, free.values["cut"][0])
+    first = settings.first_recipe(free.problem, free.options, free.orders, free.values["cut"][0])
     best = descend(free, first_candidate(free, first))
     others = [*other_cuts(free, best, first)]
     if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:

@@ -180,7 +180,8 @@ def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(is_early
         planner.plan_with(by_learnt)  # type: ignore[arg-type]
     thread.join(30)
     assert used == [by_formula] * (first - 1) + [by_learnt] * 3
-    recorded, others = by_formula.grains[WARM_UP:LEARNING], by_formula.grains[:WARM_UP] + by_formula.grains[LEARNING:]
+    recorded, others = by_formula.grains[WARM_UP:LEARNING], by_formula.grains[: WARM_UP - 1] + by_formula.grains[LEARNING:]
+    assert by_formula.grains[WARM_UP - 1] == min(recorded)  # so memory of the largest chunks is there
     assert len(set(recorded)) == RECORDED  # their slices differ, so times tell tokens from pairs
     assert {*others, *by_learnt.grains} == {1.0}
     assert first > LEARNING  # or its plan would be needed before costs are known
