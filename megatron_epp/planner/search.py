@@ -171,19 +171,15 @@ def openings(candidates: Candidates, best: Recipe, rows: Sequence[settings.Openi
 
 
 def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -> Candidate:
-    """Descend from openings where the best does not fit, is far from the fastest without caps, or is small.
-
-    Grains are not scanned where prefixes are shared and caps cost nothing: that took a third of a search, and gained nothing.
-    """
+    """Descend from openings where the best does not fit, is far from the fastest without caps, or is small."""
     is_far = best.makespan_us > min(OPENINGS_RATIO * fastest.makespan_us, OPENINGS_BOUND_RATIO * best.bound_us)
     if best.fits and not is_far and not is_small(candidates, best):
         return best
     before = best
+    # Where prefixes are shared and caps cost nothing, scanning grains took a third of a search, and gained nothing.
     scans = not candidates.problem.borrowed or best.makespan_us > fastest.makespan_us * (1 + MIN_GAIN_SHARE)
     for recipe, scans_grains in openings(candidates, best.recipe, candidates.orders.openings):
-        if scans_grains and not scans:
-            continue
-        opening = candidates.opening(recipe, before)
+        opening = candidates.opening(recipe, before) if scans or not scans_grains else None
         if opening is not None:
             other = walk(candidates, opening, settings.EVERY_GRAIN) if scans_grains else opening
             other = descend(candidates, other, [setting for setting in settings.SETTINGS if setting.name != "cut"])

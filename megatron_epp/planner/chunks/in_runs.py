@@ -13,9 +13,8 @@ slowest replica alone at the median of 21 batches (`scripts.bench.lockstep`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import repeat, zip_longest
 from typing import NamedTuple
 
@@ -125,13 +124,12 @@ def cut_in_runs(
     runs = [(1.0,) * width for width in widths]
     runs += [rest[at : at + shape.widest] for at in range(0, len(rest), shape.widest)]
     held = [_held(*of, runs) for of in zip(falling, map(len, long), strict=True)]
-    ways = [batch_target(own.problem, "cut") or partial(_cut, keeps_time=len(chunkers) == 1) for own in chunkers]
     tables: list[list[Chunk]] = [[] for _ in chunkers]
     sizes = []
     for number, shares in enumerate(runs):
         of_run = [own[number] for own in held]
         capped = [*map(_capped_at_twice_mean, chunkers, of_run, repeat(len(shares)))] if streams else chunkers
-        cuts = _cut_alike(ways, capped, of_run, shares, least_tokens)
+        cuts = _cut_alike(capped, of_run, shares, least_tokens)
         if cuts is None:
             return None
         for table, own in zip(tables, cuts, strict=True):
@@ -149,19 +147,14 @@ def _capped_at_twice_mean(chunker: Chunker, run: Sequence[Timed], num_slices: in
 
 
 def _cut_alike(
-    ways: Sequence[Callable[..., list[Chunk]]],
-    chunkers: Sequence[Chunker],
-    runs: Sequence[Sequence[Timed]],
-    shares: Sequence[float],
-    least_tokens: int,
+    chunkers: Sequence[Chunker], runs: Sequence[Sequence[Timed]], shares: Sequence[float], least_tokens: int
 ) -> list[list[Chunk]] | None:
-    """Cut a run of every replica, each by its function, into equally many chunks; None if some have too little.
+    """Cut a run of every replica into equally many chunks; None if some have too little.
 
     A token cap may ask for more chunks than there are shares, in one replica and then in all.
     """
     for _ in range(_ROUNDS):
-        every = zip(ways, chunkers, ([q for _, own in run for q in own] for run in runs), strict=True)
-        cuts = [cut(*of, shares, least_tokens) for cut, *of in every]
+        cuts = [_cut(*of, shares, least_tokens, len(runs) == 1) for of in zip(chunkers, runs, strict=True)]
         most = max(map(len, cuts))
         if all(len(own) == most for own in cuts):
             return cuts
@@ -210,16 +203,17 @@ def _held(falling: Sequence[Timed], num_long: int, runs: Sequence[tuple[float, .
     return held
 
 
-def _cut(
-    chunker: Chunker, sequences: Sequence[int], shares: Sequence[float], least_tokens: int, *, keeps_time: bool
-) -> list[Chunk]:
+def _cut(chunker: Chunker, run: Sequence[Timed], shares: Sequence[float], least_tokens: int, keeps_time: bool) -> list[Chunk]:
     """Return the chunks of a run, by their shares of its time.
 
     There are fewer where there is too little to cut, and more where they would have more tokens than the cap. If it
     `keeps_time`, a chunk that ends at the cap leaves the rest of its time to the next, and so later ones take no longer.
     """
+    sequences = [q for _, own in run for q in own]
     if not sequences:
         return []
+    if (cut := batch_target(chunker.problem, "cut")) is not None:
+        return list(cut(chunker, sequences, shares, least_tokens))
     chunker = chunker.without_reads(sequences[0], len(shares))
     lengths, cap, multiple = chunker.problem.lengths, chunker.token_cap, chunker.problem.token_multiple
     unit_us = sum(map(chunker.own_us, sequences)) / sum(shares)
