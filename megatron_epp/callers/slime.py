@@ -15,6 +15,13 @@ _MULTIPLIER = 128
 """Its default of that flag."""
 
 
+def unread(item: Mapping[str, Any]) -> list[int] | None:
+    """Return all but the last token of each prompt: losses read logits of responses alone. None without responses."""
+    if (responses := item.get("response_lengths")) is None:
+        return None
+    return [int(total) - int(response) - 1 for total, response in zip(item["total_lengths"], responses, strict=True)]
+
+
 def init(args: Any) -> None:
     """Install plans, if the environment variable says so: slime calls this when Megatron is initialised."""
     multiple = int(getattr(args, "data_pad_size_multiplier", _MULTIPLIER)) * int(args.tensor_model_parallel_size)
@@ -23,4 +30,4 @@ def init(args: Any) -> None:
         lengths = [*map(int, item["total_lengths"])]
         return [*lengths, -sum(lengths) % multiple]
 
-    install(shape_of=padded_lengths)
+    install(shape_of=padded_lengths, unread_of=unread)

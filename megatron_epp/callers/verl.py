@@ -20,8 +20,14 @@ def padded_lengths(item: Any) -> list[int]:
     return [-(-length // multiple) * multiple for length in item["input_ids"].offsets().diff().tolist()]
 
 
+def unread(item: Any) -> list[int] | None:
+    """Return all but the last token of each prompt: losses read log-probabilities of responses. None without responses."""
+    names = set(item.keys())
+    return [*map(int, item["prompts"].offsets().diff() - 1)] if {"prompts", "responses"} <= names else None
+
+
 def load() -> None:
     """Do nothing: importing this file is what counts, and an entry point names something in it."""
 
 
-install_behind("verl.workers.engine.megatron.transformer_impl", shape_of=padded_lengths)
+install_behind("verl.workers.engine.megatron.transformer_impl", shape_of=padded_lengths, unread_of=unread)

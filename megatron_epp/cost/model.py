@@ -167,8 +167,10 @@ class PipelineCosts:
             whole[item] = whole.get(item, 0.0) + count * known[1] * layer.kept_bytes(work)
         if work.span_kept is not None and stage == 0:  # no decision recomputes what encoders keep
             whole[LAYERS] = whole[LAYERS] + own.layers.bytes_per_token * work.span_kept
+        outputs = work.outputs_per_token if stage == len(self.stages) - 1 else 1.0
         for block in (*own.ends, *own.inner):
-            per_item[block.item] = per_item.get(block.item, 0.0) + block.kept_per_token(work)
+            each = block.kept_per_token(work) * (outputs if block in own.ends else 1.0)
+            per_item[block.item] = per_item.get(block.item, 0.0) + each
         items, before, per_token = {}, np.zeros(len(work.tokens), dtype=np.int64), more
         for name, each in per_item.items():
             per_token = per_token + each
@@ -296,7 +298,8 @@ class PipelineCosts:
         layers = [layer.bytes_per_token for layer in own.unlike or (own.layers,)]
         of_layer = max([*inner, *layers] if own.num_layers else inner, default=own.layers.bytes_per_token)
         more = sum((block.kept_bytes(work) for block in own.inner), 0.0 * work.tokens)
-        return self._whole_bytes((of_layer + own.ends_bytes_per_token) * work.tokens + more)
+        outputs = work.outputs_per_token if stage == len(self.stages) - 1 else 1.0
+        return self._whole_bytes((of_layer + own.ends_bytes_per_token * outputs) * work.tokens + more)
 
     def static_items(self, stage: int) -> dict[str, int]:
         """Bytes held throughout, by item, with the workspace: a pass of the last stage peaks while it computes the loss."""

@@ -11,10 +11,10 @@ from megatron_epp.cost.model import PipelineCosts
 
 
 def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
-    """Return costs without cached keys, whose layers recompute in full only."""
+    """Return costs whose layers recompute in full only."""
 
     def whole(block: BlockCosts) -> BlockCosts:
-        return replace(block, recompute={}, kv=block.kv and replace(block.kv, bytes_per_token=0.0))
+        return replace(block, recompute={})
 
     rows = (([*map(whole, stage.blocks)], [*map(whole, stage.unlike)]) for stage in costs.stages)
     stages = zip(costs.stages, rows, strict=True)

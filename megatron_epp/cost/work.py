@@ -140,6 +140,11 @@ class ChunkWork:
         return np.asarray(self.sliced & (self.cache_tokens == 0), dtype=np.bool_)
 
     @property
+    def outputs_per_token(self) -> TimeColumn | float:
+        """Rows of logits for each token, for which memory is set aside."""
+        return 1.0
+
+    @property
     def gathered_tokens(self) -> IntColumn:
         """Tokens whose keys and values a pass puts together besides those in the cache."""
         return np.zeros(len(self.tokens), dtype=np.int64)

@@ -52,6 +52,8 @@ class Feature:
     work: str = ""
     cut: str = ""  # from a chunker, the sequences of a run, its chunks' shares of its time and least tokens to chunks
     groups: str = ""  # from a table and a problem to groups in the order of backwards (`planner.order.runs_of`)
+    in_turn: str = ""  # from a table of whole microbatches and a problem to one in which they can run
+    whole: str = ""  # from a problem of whole microbatches, costs and options to a plan, in the place of `planner.plan`
     layouts: str = ""
     head: str = ""  # from a run, its model chunks and `mcore.model.stage.HeadSettings`; changes how the last stage is made
     run: str = ""  # from a run whose ranks are connected to its `RunFeature`, or None where this model needs none
@@ -176,7 +178,15 @@ FEATURES = (
         work=f"{_HERE}trees.tree_work:work_of_tree",
         cut=f"{_HERE}trees.tree_cuts:cut_trees",
         groups=f"{_HERE}trees.readers:groups_of",
+        in_turn=f"{_HERE}microbatch_prefixes.whole_plans:lenders_first",
+        whole=f"{_HERE}microbatch_prefixes.whole_plans:plan_whole",
         layouts=f"{_HERE}trees.tree_layouts:tree_layouts",
+    ),
+    Feature(
+        "shared prefixes of microbatches",
+        "microbatches of groups take 1.16 to 2.11 times as long without: python -m scripts.bench.microbatch_prefixes",
+        wanted=lambda asked: asked.whole and asked.args.epp_share_prefixes != "off",
+        run=f"{_HERE}microbatch_prefixes.prefix_model:share",
     ),
     Feature(
         "several stages per rank",

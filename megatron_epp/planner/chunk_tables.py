@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_epp.cost.model import Costs
+from megatron_epp.features import batch_target
 from megatron_epp.plan import Chunk, InfeasibleError, Segment
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, whole_sequences
@@ -117,7 +118,8 @@ def microbatch_tables(problem: Problem) -> dict[str, tuple[Chunk, ...]]:
     falling, rising = (
         sorted(chunks, key=work.__getitem__, reverse=reverse) for reverse in (True, False)
     )  # equal ones as given
-    return dict(zip(MICROBATCH_STARTS, map(tuple, (falling, rising, chunks)), strict=True))
+    in_turn = batch_target(problem, "in_turn") or (lambda table, problem: tuple(table))
+    return {start: in_turn(table, problem) for start, table in zip(MICROBATCH_STARTS, (falling, rising, chunks), strict=True)}
 
 
 def whole_by_length(problem: Problem) -> list[tuple[Chunk, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_epp import planner
 from megatron_epp.cost.model import Costs
+from megatron_epp.features import batch_target
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
@@ -36,12 +37,13 @@ def plan_microbatches(microbatches: MicrobatchLengths, problem: Problem, costs: 
 
     Options of cutting and packing are ignored. Raises `InfeasibleError` if nothing that was tried fits the caps.
     """
-    chunks, problem = _problem_of(microbatches, problem)
+    _, problem = _problem_of(microbatches, problem)
     numbers = tuple(number for number, lengths in enumerate(microbatches) for _ in lengths)
-    is_small = problem.num_stages * len(chunks) <= SMALL_PLAN_ITEMS
+    is_small = problem.num_stages * len(microbatches) <= SMALL_PLAN_ITEMS
     asked = replace(options, chunk_tokens=None, slices=None, steps=_STEPS if is_small else 0)
-    best = planner.plan(replace(problem, microbatches=numbers), costs, asked)
-    return OrderedPlan(best, tuple(chunks.index(chunk) for chunk in best.chunks))
+    make = batch_target(problem, "whole") or planner.plan
+    best = make(replace(problem, microbatches=numbers), costs, asked)
+    return OrderedPlan(best, tuple(numbers[chunk.segments[0].sequence] for chunk in best.chunks))
 
 
 def plan_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Costs, options: Options) -> OrderedPlan:

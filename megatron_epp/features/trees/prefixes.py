@@ -30,13 +30,14 @@ def shared_prefixes(
     order = sorted(range(len(tokens)), key=lambda q: (np.asarray(tokens[q], dtype=">i4").tobytes(), q))
     borrowed = [NOTHING_BORROWED] * len(tokens)
     for before, q in pairwise(order):
-        most = min(_shared(tokens[before], tokens[q]) - 1, len(tokens[q]) - 2, first_trained[q])
+        most = min(num_shared(tokens[before], tokens[q]) - 1, len(tokens[q]) - 2, first_trained[q])
         if most >= least:
             borrowed[q] = Borrowed(path_of(before, most, borrowed)[-1].sequence, most)
     return tuple(borrowed) if any(count for _, count in borrowed) else ()
 
 
-def _shared(before: NDArray[np.int64], behind: NDArray[np.int64]) -> int:
+def num_shared(before: NDArray[np.int64], behind: NDArray[np.int64]) -> int:
+    """Return how many tokens both begin with."""
     size = min(len(before), len(behind))
     differs = np.flatnonzero(before[:size] != behind[:size])
     return int(differs[0]) if len(differs) else size

@@ -80,6 +80,7 @@ def fp8_recipe(settings: object, door: Door) -> Iterator[str]:
 
 HONOURED = {"epp", "epp_microbatches", "epp_order", "epp_memory_cap_gb", "epp_split_weight_gradient", "epp_offload"}
 HONOURED |= {"epp_host_memory_gb", "epp_wait_limit_seconds", "epp_report_dir", "epp_trace", "epp_allow_unknown_megatron"}
+HONOURED.add("epp_share_prefixes")
 """Our own flags that apply to a script's microbatches; all others need this package's data, layers or planners."""
 HONOURED_BY_MEGATRON = {"epp_save_limit_seconds", "epp_checkpoint_fallback"}
 """Flags that apply where Megatron's own functions save and load checkpoints, which `wrap` does not see."""

@@ -76,8 +76,9 @@ _BATCH = (
         "(default: cross entropy of the next token)."
     ),
     Flag("shares", "--epp-share-prefixes", "", **_SWITCHED).described(
-        "Run once what sequences of a batch begin with in common and do not train, as samples and conversations with masks do. "
-        "auto: where the model allows it and plans are faster with it; on: also where they are not (default: auto)."
+        "Run once what sequences of a batch begin with in common and do not train, as samples and conversations with masks do; "
+        "of a script's own packed microbatches also what they train. auto: where the model allows it and plans are faster with "
+        "it; on: also where they are not (default: auto)."
     ),
     Flag("forward_only", "", "--forward-only", SWITCH, "Plan an evaluation, without backward."),
 )

@@ -14,11 +14,19 @@ import torch.distributed as dist
 from megatron_epp.cost.work import causal_pairs
 from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.runtime.links.objects import ObjectGroup
 
 logger = logging.getLogger(__name__)
 
 Shapes = tuple[Microbatch, ...]
+
+
+class Prefixes(NamedTuple):
+    """Tokens that sequences of an iteration begin with in common."""
+
+    borrowed: tuple[Borrowed, ...] = ()  # of the sequences of all microbatches in a row; empty for nothing
+    unread: bool = False  # no loss reads the logits of a token whose rows its sequence borrows
 
 
 class LocalShapes(NamedTuple):
@@ -29,6 +37,7 @@ class LocalShapes(NamedTuple):
     position: int  # of this rank in the pipeline
     num_bytes: int = 0  # of microbatches that this rank holds on its device during the iteration
     replica: int = 0
+    prefixes: Prefixes | None = None  # None if this rank's model cannot share any
 
 
 class AgreedShapes(NamedTuple):
@@ -40,6 +49,7 @@ class AgreedShapes(NamedTuple):
     # Of microbatches on the device throughout the iteration, per pipeline rank; the most of its replicas
     num_bytes: tuple[int, ...]
     own: Shapes = ()  # of this replica's microbatches; empty if they are `shapes`
+    prefixes: Prefixes = Prefixes()
 
     @property
     def here(self) -> Shapes:
@@ -76,7 +86,10 @@ def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
     num_bytes: dict[int, int] = {}
     for sent, _ in ranks:
         num_bytes[sent.position] = max(sent.num_bytes, num_bytes.get(sent.position, 0))
-    return AgreedShapes(of_all, tuple(num_bytes[position] for position in sorted(num_bytes)), () if own == of_all else own)
+    every = tuple(num_bytes[position] for position in sorted(num_bytes))
+    prefixes = {sent.prefixes for sent, _ in ranks if sent.shapes is not None or sent.prefixes is None}
+    agreed = (prefixes.pop() if len(prefixes) == 1 else None) or Prefixes()
+    return AgreedShapes(of_all, every, () if own == of_all else own, agreed)
 
 
 def _largest(shapes: Shapes) -> Microbatch:
@@ -148,7 +161,7 @@ class Ahead:
     and the items, `agree` agrees with other ranks and starts to plan.
     """
 
-    def __init__(self, agree: Callable[[Shapes | None, str, list[Any]], AgreedShapes]) -> None:
+    def __init__(self, agree: Callable[[Shapes | None, str, list[list[Any]]], AgreedShapes]) -> None:
         self._agree = agree
         self._is_logged = False
         self._next: tuple[int, list[tuple[LookAhead, int]], AgreedShapes] | None = None
@@ -156,7 +169,7 @@ class Ahead:
     def begin(self, sources: Sequence[LookAhead], count: int, shapes_of: Callable[[list[Any]], Shapes]) -> None:
         """Agree on the next iteration, when this one's microbatches have been taken. Ranks without data have no `sources`."""
         positions = [(source, source.num_taken) for source in sources]
-        own, problem, items = None, "", list[Any]()
+        own, problem, items = None, "", list[list[Any]]()
         try:
             items = [source.peek(count) for source in sources]
             shapes_of_chunks = list(map(shapes_of, items))

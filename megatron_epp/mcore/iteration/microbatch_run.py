@@ -29,11 +29,12 @@ from megatron_epp.mcore.iteration.microbatch_agreement import (
     AgreedShapes,
     Ahead,
     LocalShapes,
+    Prefixes,
     Shapes,
     agree_on_shapes,
     installed,
 )
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, tensor_bytes
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, UnreadOf, tensor_bytes
 from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.mcore.iteration.report import IterationReport
@@ -78,12 +79,12 @@ class MicrobatchPlan:
         return replace(self, plan=OrderedPlan(self.plan, self.order).of(_lengths_of(shapes)).plan)
 
 
-_Key = tuple[Shapes, tuple[int, ...], bool]
-"""Inputs of a plan of microbatches besides costs: their shapes, their bytes on devices, and whether no backward runs."""
+_Key = tuple[AgreedShapes, bool]
+"""Inputs of a plan of microbatches besides costs: what all replicas have agreed on, and whether no backward runs."""
 
 
 def _key(agreed: AgreedShapes, forward_only: bool) -> _Key:
-    return agreed.shapes, agreed.num_bytes, forward_only
+    return agreed._replace(own=()), forward_only
 
 
 def _lengths_of(shapes: Shapes) -> MicrobatchLengths:
@@ -100,9 +101,18 @@ class MicrobatchRun(Run):
 
     stages: dict[int, MicrobatchStage]
     makes_chunks = False
+    find_prefixes: Callable[[Shapes | None, Sequence[Sequence[Any]]], Prefixes | None] = staticmethod(lambda *items: None)
+    """Returns `LocalShapes.prefixes`, of microbatches of which a rank without data has none."""
 
-    def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        models: list[torch.nn.Module],
+        loaded: Sequence[KeptCosts] = (),
+        unread_of: UnreadOf = lambda item: None,
+    ) -> None:
         super().__init__(args)
+        self.unread_of = unread_of
         for adopt in targets(self.asked, "built"):
             adopt([unwrap_model(model) for model in models], args)
         self.models, self._on_gpu, self.loaded_costs = models, torch.cuda.is_initialized(), loaded
@@ -134,9 +144,18 @@ class MicrobatchRun(Run):
         """Errors that every rank of the job raises if one with the same plan does: none if there are several plans."""
         return Exception if len(self.lockstep_ranks) == 1 else ()
 
-    def agreed(self, shapes: Shapes | None, problem: str, num_bytes: int) -> AgreedShapes:
-        """Return what all ranks with the same plan know of an iteration's microbatches (`LocalShapes`). A collective call."""
-        return agree_on_shapes(LocalShapes(shapes, problem, self.rank, num_bytes, self.replica), self.links.control)
+    def agreed(self, shapes: Shapes | None, problem: str, num_bytes: int, items: Sequence[Sequence[Any]]) -> AgreedShapes:
+        """Return what all ranks with the same plan know of an iteration's microbatches (`LocalShapes`), `items` of each of this
+        rank's chunks. A collective call.
+        """
+        prefixes = None
+        try:
+            if self.learning.is_done:  # costs are learnt from what stock would run
+                prefixes = self.find_prefixes(shapes, items)
+        except Exception as error:  # alone, it would leave other ranks waiting
+            problem = problem or str(error)
+        local = LocalShapes(shapes, problem, self.rank, num_bytes, self.replica, prefixes)
+        return agree_on_shapes(local, self.links.control)
 
     def plan_of_call(self, agreed: AgreedShapes, forward_only: bool) -> MicrobatchPlan | None:
         """Return the plan for a call of the schedule; None if it has no microbatches. A collective call.
@@ -169,7 +188,7 @@ class MicrobatchRun(Run):
     def _begun_or_made(self, key: _Key, agreed: AgreedShapes) -> tuple[PackedPlan, tuple[int, ...]]:
         if self._begun is not None and self._begun[0] == key:
             return self._begun[1].result()
-        return self._make(agreed, forward_only=key[2])
+        return self._make(agreed, forward_only=key[1])
 
     def can_look_ahead(self, iterators: list[Any]) -> bool:
         """True if all iterators of all ranks are Megatron's own, which last for the training. A collective call at first."""
@@ -178,8 +197,8 @@ class MicrobatchRun(Run):
             self._can_look_ahead = all(self.links.control.from_each(mine))
         return self._can_look_ahead
 
-    def _agreed_ahead(self, shapes: Shapes | None, problem: str, items: list[Any]) -> AgreedShapes:
-        agreed = self.agreed(shapes, problem, tensor_bytes(items, self.device))
+    def _agreed_ahead(self, shapes: Shapes | None, problem: str, items: list[list[Any]]) -> AgreedShapes:
+        agreed = self.agreed(shapes, problem, tensor_bytes(items, self.device), items)
         if self._thread is not None and agreed.shapes and (key := _key(agreed, False)) not in self._plans:
             self._begun = key, self._thread.submit(partial(self._make, agreed, False))
         return agreed
@@ -208,7 +227,7 @@ class MicrobatchRun(Run):
         microbatches = dict(zip(self.stages.values(), sources, strict=True))
 
         def begin(stage: MicrobatchStage, *calls: Callable[[], None]) -> None:
-            stage.begin(call, microbatches[stage], agreed.here, planned.order, report.saved, *calls)
+            stage.begin(call, microbatches[stage], agreed, planned.plan, planned.order, report.saved, *calls)
 
         program = Program(planned.actions, chunk_layouts(planned.plan))
         self.run_plan(self.models, planned.plan, report.recorder, report.saved, reduction, begin, program)
@@ -237,7 +256,12 @@ class MicrobatchRun(Run):
         if not self.learning.is_done:
             return self.process.plan_microbatches(as_given, *asked)
         try:
-            return self.process.plan_microbatches("plan_in_order" if in_order else "plan_microbatches", *asked)
+            if in_order:
+                return self.process.plan_microbatches("plan_in_order", *asked)
+            # Of each chunk its own tokens: those that nothing reads take no time behind the layers.
+            trained = tuple((length,) for each in asked[0] for length in each) if agreed.prefixes.unread else ()
+            sharing = replace(problem, borrowed=agreed.prefixes.borrowed, trained=trained)
+            return self.process.plan_microbatches("plan_microbatches", asked[0], sharing, *asked[2:])
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))
             return self.process.plan_microbatches(as_given, *asked)

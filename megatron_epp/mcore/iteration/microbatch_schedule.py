@@ -14,7 +14,7 @@ from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.iteration.microbatch_agreement import installed
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches, shape_of, take
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches, UnreadOf, shape_of, take
 from megatron_epp.mcore.iteration.report import NOTHING, IterationReport
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, is_replay
 from megatron_epp.mcore.model.stage import timed
@@ -30,6 +30,7 @@ class Schedule:
         shape_of: finds the shape of a microbatch: a `Microbatch`, or the lengths of its sequences if they are packed.
         looks_ahead: Megatron's own loop calls the schedule, and takes all microbatches from one iterator, so ranks agree on the
             next iteration and plan it while the present one runs.
+        unread_of: as `wrap` takes it.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Schedule:
         arguments: Callable[[list[torch.nn.Module]], argparse.Namespace],
         shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
         looks_ahead: bool = False,
+        unread_of: UnreadOf = lambda item: None,
     ) -> None:
         self._arguments, self._shape_of, self._looks_ahead = arguments, shape_of, looks_ahead
+        self._unread_of = unread_of
         self._runs: list[MicrobatchRun] = []
         self._loaded: tuple[KeptCosts, ...] = ()
 
@@ -60,7 +63,8 @@ class Schedule:
             with run.telling_others(unless=run.raised_by_all if agreed is None else ()):
                 sources, shapes, problem = self._taken(iterators, count, len(models))
                 if agreed is None:
-                    agreed = run.agreed(shapes, problem, sum(source.num_bytes(run.device) for source in sources))
+                    held, items = sum(source.num_bytes(run.device) for source in sources), [source.items for source in sources]
+                    agreed = run.agreed(shapes, problem, held, items)
                 elif problem:
                     raise EppError(problem)
                 planned = run.plan_of_call(agreed, forward_only)
@@ -100,7 +104,7 @@ class Schedule:
         for run in self._runs:
             if run.models == models:
                 return run
-        run = MicrobatchRun(self._arguments(models), models, self._loaded)
+        run = MicrobatchRun(self._arguments(models), models, self._loaded, self._unread_of)
         with run.telling_others():
             refuse_router_replay(models, run.args.epp_order)
             if len(models) > 1:

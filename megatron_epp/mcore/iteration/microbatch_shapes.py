@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from types import ModuleType
@@ -29,8 +29,15 @@ class Microbatch(NamedTuple):
     rows: int = 1
 
 
+UnreadOf = Callable[[Any], Sequence[int] | None]
+"""Returns, for every sequence of a microbatch, how many of its first tokens have logits that no loss reads; None if unknown."""
+
+
 class Microbatches:
     """Microbatches of one model chunk in one iteration. This base class is for a rank on which the caller has no iterator."""
+
+    items: Sequence[Any] = ()
+    """All of them, or of each what tells its lengths and tokens."""
 
     def shapes(self) -> tuple[Microbatch, ...] | None:
         """Return the shape of every microbatch; None if the caller has no data on this rank."""
@@ -52,22 +59,22 @@ class Taken(Microbatches):
     """Microbatches taken from an iterator, all of an iteration at once. Raises `EppError` if it has fewer than `count`."""
 
     def __init__(self, iterator: Iterator[Any], count: int, shape_of: Callable[[Any], Microbatch]) -> None:
-        self._items: list[Any] = []
+        self.items: list[Any] = []
         for index in range(count):
             try:
-                self._items.append(next(iterator))
+                self.items.append(next(iterator))
             except StopIteration:
                 raise EppError(f"the data iterator ended after {index} of {count} microbatches") from None
         self._shape_of = shape_of
 
     def shapes(self) -> tuple[Microbatch, ...]:
-        return tuple(map(self._shape_of, self._items))
+        return tuple(map(self._shape_of, self.items))
 
     def num_bytes(self, device: torch.device) -> int:
-        return tensor_bytes(self._items, device)
+        return tensor_bytes(self.items, device)
 
     def at(self, index: int) -> Iterator[Any]:
-        return _once(self._items[index], index)
+        return _once(self.items[index], index)
 
 
 def _once(item: Any, index: int) -> Iterator[Any]:
@@ -82,9 +89,10 @@ class ByOffset(Microbatches):
 
     def __init__(self, iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> None:
         self._iterator, self._count, self._first, self._shape_of = iterator, count, iterator.offset, shape_of
+        self.items = [self.at(index).get_next(["total_lengths", "response_lengths", "tokens"]) for index in range(count)]
 
     def shapes(self) -> tuple[Microbatch, ...]:
-        return tuple(self._shape_of(self.at(index).get_next(["total_lengths"])) for index in range(self._count))
+        return tuple(map(self._shape_of, self.items))
 
     def at(self, index: int) -> Any:
         self._iterator.offset = self._first + index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,14 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches
+from megatron_epp.mcore.iteration.microbatch_agreement import AgreedShapes
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, checked_step, numbered_by
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.model.layer_recompute import run_again
 from megatron_epp.mcore.model.replaced import marked, problems, put
 from megatron_epp.mcore.model.stage import ModelStage
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Plan
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import ChunkContext
@@ -30,6 +31,9 @@ class MicrobatchStage(ModelStage):
 
     `virtual_stage` is the number of the chunk on its rank; None if that has one.
     """
+
+    around: Callable[[ChunkContext], AbstractContextManager[None]] = staticmethod(lambda context: nullcontext())
+    """Returns the context in which the forward step of a chunk runs."""
 
     def __init__(self, model: torch.nn.Module, config: Any, is_last: bool, virtual_stage: int | None, shards: int) -> None:
         super().__init__(model, unwrap_model(model), config, shards)
@@ -60,14 +64,18 @@ class MicrobatchStage(ModelStage):
         self,
         call: ScheduleCall,
         microbatches: Microbatches,
-        shapes: Sequence[Microbatch],
+        agreed: AgreedShapes,
+        plan: Plan,
         order: Sequence[int],
         saved: SavedTensors | None,
         before_last_gradient: Callable[[], None],
         reduce_gradients: Callable[[], None],
     ) -> None:
-        """Start an iteration: `order` has the microbatch of every chunk of the plan, `shapes` are in the caller's order."""
-        self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
+        """Start an iteration: `order` has the microbatch of every chunk of the plan."""
+        self._call, self._microbatches, self._shapes, self._order = call, microbatches, agreed.here, order
+        self.reads_all = not agreed.prefixes.unread
+        """True if losses may read logits of all tokens."""
+        self._tokens = {index: plan.padded_tokens(chunk) for chunk, index in enumerate(order)}
         self._saved = saved
         if problem := next(problems(self.model, self._replaced), ""):
             raise EppError(problem)
@@ -90,7 +98,7 @@ class MicrobatchStage(ModelStage):
         store: list[Any] = []
         before, self._num_recomputed = kept_bytes(self._saved), context.recompute.num_layers
         # Megatron's function, since it also sets the scales of auxiliary losses and divides losses of two and of three parts.
-        with numbered_by(index):
+        with numbered_by(index), self.around(context):
             output, num_tokens = schedules.forward_step(
                 checked_step(call, index) if self.is_last else call.forward_step_func,
                 self._microbatches.at(index),
@@ -131,7 +139,7 @@ class MicrobatchStage(ModelStage):
 
     def _shape(self, index: int) -> tuple[int, int, int]:
         shape = self._shapes[index]
-        return sum(shape.lengths) // shape.rows // self._shards, shape.rows, self.config.hidden_size
+        return self._tokens[index] // shape.rows // self._shards, shape.rows, self.config.hidden_size
 
     def _check(self, index: int, output: object) -> None:
         wanted = self._shape(index)

@@ -18,7 +18,7 @@ from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.table import TABLE, names_in_loop
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, UnreadOf, shape_of
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
@@ -31,7 +31,12 @@ OF_LOOP = {"distributed_timeout_minutes": 30, "log_interval": 1}
 number of training iterations for one line in the log."""
 
 
-def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **settings: object) -> Schedule:
+def wrap(
+    *,
+    shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
+    unread_of: UnreadOf = lambda item: None,
+    **settings: object,
+) -> Schedule:
     """Return a function to call in place of Megatron's schedule, with the same arguments: it runs microbatches by a plan.
 
     Megatron's parallel state is initialised before its first call, and every rank of the job makes that call.
@@ -39,6 +44,9 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
     Args:
         shape_of: returns the lengths of a microbatch's sequences, or a `Microbatch` where its rows are not packed; by default
             they are read from columns that frameworks use (`microbatch_shapes.shape_of`).
+        unread_of: returns for every sequence of a packed microbatch how many of its first tokens have logits that neither the
+            forward step nor its loss reads, as all but the last of a prompt; None where all are read, as by default. Where such
+            tokens have run for another sequence, their logits are zeros, and take no time.
         settings: flags of training by their names behind ``--epp-``, with underscores: ``memory_cap_gb=60``,
             ``order="given"``; and Megatron's ``distributed_timeout_minutes`` (30) and ``log_interval`` (1), in iterations.
 
@@ -48,7 +56,7 @@ def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **
     """
     flags = flags_of("wrap", settings)
     refuse(argparse.Namespace(**flags), Door.WRAP)
-    return Schedule(lambda models: arguments_of(models, flags | {"epp_microbatches": "user"}), shape_of)
+    return Schedule(lambda models: arguments_of(models, flags | {"epp_microbatches": "user"}), shape_of, unread_of=unread_of)
 
 
 NO_LOOP = {"iteration": 0, "train_iters": UNLIMITED_BYTES}
@@ -88,14 +96,19 @@ _PIPELINED = ("forward_backward_pipelining_without_interleaving", "forward_backw
 _installed: list[patching.Patch] = []
 
 
-def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **settings: object) -> Schedule:
+def install(
+    *,
+    shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
+    unread_of: UnreadOf = lambda item: None,
+    **settings: object,
+) -> Schedule:
     """Replace Megatron's pipeline schedules by `wrap`'s function, so that a framework is not changed.
 
     The functions are replaced in Megatron's module and wherever they have been imported. Without pipeline stages Megatron's own
     schedule runs. `megatron_epp.mcore.iteration.wrap.uninstall` ends it.
 
     Args:
-        shape_of, settings: as `wrap` takes them.
+        shape_of, unread_of, settings: as `wrap` takes them.
 
     Returns:
         the function, whose learnt costs a checkpoint may keep.
@@ -105,7 +118,7 @@ def install(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
     """
     if _installed:
         raise EppError("plans run Megatron's schedules already: call megatron_epp.mcore.iteration.wrap.uninstall first")
-    schedule = wrap(shape_of=shape_of, **settings)
+    schedule = wrap(shape_of=shape_of, unread_of=unread_of, **settings)
 
     def run(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         """Run microbatches by a plan."""

@@ -51,10 +51,13 @@ def _attend(relay: RelayAttention, original: Callable[..., Tensor], *args: Any, 
     return relay.forward(*args, **named) if in_plan else original(*args, **named)
 
 
-def refusal(model: torch.nn.Module, average: Average) -> str:
-    """Return what of a model chunk plans cannot run with a loss of this average; empty if `adopt_built` can let them."""
+def refusal(model: torch.nn.Module, average: Average, recomputes: bool = False) -> str:
+    """Return what of a model chunk plans cannot run with a loss of this average; empty if `adopt_built` can let them.
+
+    With `recomputes`, the model's own settings may decide what it recomputes.
+    """
     inside = language_model_of(model)
-    obstacle = "" if getattr(inside, "has_relay", False) else _refusal(inside)
+    obstacle = "" if getattr(inside, "has_relay", False) else _refusal(inside, recomputes)
     obstacle = obstacle or next(of_experts("router_problems", get_model_config(inside), Door.SLICED_MODEL, average), "")
     return obstacle and f"samples cannot be cut for this {type(unwrap_model(model)).__name__}: {obstacle}"
 
@@ -74,7 +77,7 @@ def adopt_built(model: torch.nn.Module, args: argparse.Namespace) -> None:
     bare.has_relay = True
 
 
-def _refusal(model: Any) -> str:
+def _refusal(model: Any, recomputes: bool) -> str:
     if model is None:
         return "it has no decoder of Megatron's"
     config = get_model_config(model)
@@ -83,7 +86,7 @@ def _refusal(model: Any) -> str:
         return "its rotation is fused: build it with apply_rope_fusion=False"
     if getattr(config, "mtp_num_layers", None):
         return "a loss of samples trains no multi-token prediction: build it with mtp_num_layers=None"
-    if config.recompute_granularity is not None:
+    if config.recompute_granularity is not None and not recomputes:
         return f"recompute_granularity={config.recompute_granularity!r}: leave it out, plans choose what recomputes"
     if problems := [*problems_of(config, Door.SLICED_MODEL, RULES)]:
         return "; ".join(problems)

@@ -126,7 +126,7 @@ def _learnt(text: str) -> PipelineCosts:
     if len(pipelines) != 1:
         raise EppError(f"the file has learnt costs of {len(pipelines)} pipelines, where costs of one are needed")
     (learnt,) = pipelines
-    if not any(stage.kv.bytes_per_token for stage in learnt.costs.stages):  # see `of_whole_microbatches`
+    if not any(stage.layers.recompute for stage in learnt.costs.stages):  # see `of_whole_microbatches`
         raise EppError("its costs were learnt from a script's own microbatches and say nothing of slices of documents")
     return learnt.costs
 

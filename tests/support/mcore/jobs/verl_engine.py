@@ -3,6 +3,8 @@
 Jobs of `tests/callers/test_verl.py`. The frameworks' folder has to be there (`scripts.demo_rl.engine`).
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +21,12 @@ US_PER_TOKEN = {"forward": 100.0, "backward": 200.0}
 BATCHES = 4
 """Each is trained in microbatches of a token budget, and of `ROWS` samples, which are uneven; costs are learnt meanwhile."""
 ROWS = 2
+COMMON = 40
 
 
-def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
+def trained(stages: int, expert_parallel: int = 1, group: int = 1) -> dict[str, Any]:
     """Take training steps of verl by plans, which its plugin has installed, then by Megatron's own schedule, without an update.
+    With several samples in a group, these begin with the same prompt of `COMMON` tokens.
 
     Returns for every batch the largest relative difference of gradients and of log-probabilities of samples, losses of
     microbatches by both, and the tokens of microbatches in the order in which both ran them; and whether costs are learnt.
@@ -31,6 +35,8 @@ def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
     dist.init_process_group("gloo")
     shared = {"experts": 4, "expert_parallel": expert_parallel} if expert_parallel > 1 else {}
     size = verl.Size(stages=stages, **shared)
+    if group > 1:
+        verl.PROMPT = COMMON
     with_fixed_times(US_PER_TOKEN)
     engine = verl.verl_engine(size)
     engine.optimizer = verl.GradientsKept()
@@ -44,7 +50,8 @@ def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
     batches = []
     for seed in range(BATCHES):
         everything = verl.drawn(SAMPLES * replicas, size.budget, size.vocabulary, seed)
-        batches.append(everything.part(replica, replicas))
+        own = everything.part(replica, replicas)
+        batches.append(replace(own, tokens=[*in_groups(own.tokens, group)]))
     was_installed = bool(_installed)
 
     def steps() -> list[dict[str, Any]]:
@@ -54,6 +61,12 @@ def trained(stages: int, expert_parallel: int = 1) -> dict[str, Any]:
     uninstall()
     compared = [compare(*pair) for pair in zip(planned, steps(), strict=True)]
     return {"rank": dist.get_rank(), "installed": was_installed, "batches": compared}
+
+
+def in_groups(tokens: Sequence[Tensor], size: int) -> Iterator[Tensor]:
+    for at, own in enumerate(tokens):
+        count = min(len(own), len(first := tokens[at - at % size]), COMMON)
+        yield torch.cat([first[:count], own[count:]])
 
 
 def step(engine: Any, samples: Any, size: Any, loss: Any, replicas: int, order: list[int], rows: int | None) -> dict[str, Any]:
