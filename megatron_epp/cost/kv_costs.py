@@ -49,7 +49,8 @@ class KVBytes:
         # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
         wider = self.gradient_per_token(work) > self.bytes_per_token
         if self.expanded_heads:
-            becomes = work.last & all_at_once(seen, self.expanded_heads, self._head_bytes, 1) & ~wider
+            head = 2 * self.expanded_bytes_per_token / self.expanded_heads
+            becomes = work.last & all_at_once(seen, self.expanded_heads, head, 1) & ~wider
             return self._expanded_bytes(seen) / 2 + np.where(becomes, 0.0, 2 * self.bytes_per_token * seen)  # sums in fp32
 
         def transient(keys: IntColumn, heads: int) -> TimeColumn:
@@ -69,11 +70,8 @@ class KVBytes:
         return self._expanded_bytes(seen) / 2 + gathered if self.expanded_heads else gathered
 
     def _expanded_bytes(self, keys: IntColumn) -> TimeColumn:
-        return transient_kv_gradient_bytes(keys, self.expanded_heads, self._head_bytes, 1)
-
-    @property
-    def _head_bytes(self) -> float:
-        return 2 * self.expanded_bytes_per_token / self.expanded_heads
+        head_bytes = 2 * self.expanded_bytes_per_token / self.expanded_heads
+        return transient_kv_gradient_bytes(keys, self.expanded_heads, head_bytes, 1)
 
 
 NO_KV = KVBytes(bytes_per_token=0.0)

@@ -24,7 +24,7 @@ from megatron_epp.plan.operations import OperationRows
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.sizing import size_classes
 
-_BACKWARD_COPIES = 4
+BACKWARD_COPIES = 4
 """Copies of keys and values in a row that take as long as what a backward does: it puts them there, and adds up gradients."""
 _FORMAT = FileFormat("cost profile", "megatron-epp/costs", 2, CODEC)
 
@@ -67,10 +67,6 @@ class PipelineCosts:
         return tuple(stage.num_layers for stage in self.stages)
 
     @property
-    def num_cached_layers(self) -> tuple[int, ...]:
-        return tuple(stage.num_cached_layers for stage in self.stages)
-
-    @property
     def equal_stages(self) -> tuple[int, ...]:
         """Index of the first stage with the same costs, for each stage; often one for all but the first and last stages."""
         return tuple(map(self.stages.index, self.stages))
@@ -84,8 +80,7 @@ class PipelineCosts:
     def span_us(self, name: str) -> float:
         """Time of a unit of a span's work on the first stage in a pass: of a token in a layer, without attention."""
         layers = next((stage.layers for stage in self.stages if stage.num_layers), self.stages[0].layers)
-        line = layers.forward if name == "forward" else NO_TIME if name == "weight" else layers.backward
-        return line.per_token_us
+        return {"forward": layers.forward, "weight": NO_TIME}.get(name, layers.backward).per_token_us
 
     @property
     def splits_weight(self) -> bool:
@@ -135,7 +130,7 @@ class PipelineCosts:
         if work.span_work is not None and stage == 0:
             device_us = device_us + self.span_us(name) * work.span_work
         if self.copy_us_per_byte and name != "weight":
-            own, copies = self.stages[stage], 1 if name == "forward" else _BACKWARD_COPIES
+            own, copies = self.stages[stage], 1 if name == "forward" else BACKWARD_COPIES
             copy_us = self.copy_us_per_byte * own.num_caches * own.kv.bytes_per_token
             device_us = device_us + copies * copy_us * work.gathered_tokens
         return np.asarray(whole.launched(device_us))

@@ -168,10 +168,8 @@ def _gradient_bytes(settings: Mapping[str, Any], weight: float, types: Mapping[s
 
 def _sharing(settings: Mapping[str, Any], kind: str) -> Sharing:
     is_distributed = settings.get("use_distributed_optimizer", True)
-    if kind == "adam":
-        return "elements" if is_distributed else "none"
-    if kind == "sgd":  # Megatron's distributed optimizer takes none
-        return "none"
+    if kind in ("adam", "sgd"):  # Megatron's distributed optimizer takes no SGD
+        return "elements" if is_distributed and kind == "adam" else "none"
     if not (is_distributed or settings.get("use_layer_wise_distributed_optimizer") or kind == "dist_muon"):
         return "none"
     return "matrices" if settings.get("use_layer_wise_param_layout", True) else "parameters"

@@ -147,7 +147,7 @@ class Options:
 
     Attributes:
         chunk_tokens: most padded tokens of a chunk; None for no limit.
-        slices: slices of the longest sequence; None lets the planner search.
+        slices, chunks: slices of the longest sequence, or about so many chunks ("greedy" alone); None lets the planner search.
         context: tokens of a row of the planners that pad or pack to a fixed length; None for the longest sequence.
         recompute: "auto" recomputes as much as the memory caps ask for; a number recomputes that many layers of every stage.
         recompute_modes: "all" chooses among the modes of `Recompute` that the costs know, where `recompute` is "auto";
@@ -167,6 +167,7 @@ class Options:
 
     chunk_tokens: int | None = None
     slices: int | None = None
+    chunks: float | None = None
     context: int | None = None
     recompute: Literal["auto"] | int = "auto"
     recompute_modes: Literal["all", "full"] = "all"

@@ -79,7 +79,8 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 def _few(problem: Problem, costs: Costs, options: Options, grains: tuple[int, ...] = CHUNKS_PER_RANK) -> Candidates:
     validate(problem, costs, options)
     candidates = Candidates(Replicas((problem,), costs, options))
-    first, reaches = first_recipe(problem, candidates.orders, candidates.values["cut"][0]), candidates.values["reach"][:2]
+    first = first_recipe(problem, options, candidates.orders, candidates.values["cut"][0])
+    reaches = candidates.values["reach"][:2]
     cut = [first._replace(grain=float(grain)) for grain in (grains if options.slices is None else grains[:1])]
     recipes = [recipe._replace(reach=reach) for recipe in cut for reach in reaches]
     has_few = options.slices is None and len(problem.lengths) <= MOST_WHOLE_SEQUENCES

@@ -75,7 +75,7 @@ def may_fit(problem: Problem, costs: Costs, options: Options) -> bool:
         return True
     replicas = Replicas((problem,), costs, options)
     chunk_tables = ChunkTables(replicas)
-    first = chunk_tables.table(first_recipe(problem, ONE_STAGE, next(iter(chunk_tables.cuts))))
+    first = chunk_tables.table(first_recipe(problem, options, ONE_STAGE, next(iter(chunk_tables.cuts))))
     has_floor = first is None or bool(_floors([first], problem, costs, options)[0])
     if first is not None and not has_floor and _fit(replicas, first)[2].recompute_steps is not None:
         return True  # as most do, without all other tables
@@ -106,7 +106,7 @@ def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
     free = Candidates(replicas.without_caps, chunks=chunks)
     candidates, first, values = (
         Candidates(replicas, free),
-        first_recipe(free.problem, free.orders, free.values["cut"][0]),
+        first_recipe(free.problem, free.options, free.orders, free.values["cut"][0]),
         free.values,
     )
     for reach, lead in product(values["reach"], values["lead"]):

@@ -134,7 +134,7 @@ def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
 
 def free_of_caps(free: Candidates) -> Candidate:
     """Descend without caps, from every way to cut where a token cap binds, and from whole sequences where there are few."""
-    first = settings.first_recipe(free.problem, free.orders, free.values["cut"][0])
+    first = settings.first_recipe(free.problem, free.options, free.orders, free.values["cut"][0])
     best = descend(free, first_candidate(free, first))
     others = [*other_cuts(free, best, first)]
     if free.is_single and len(free.problem.lengths) <= MOST_WHOLE_SEQUENCES:
@@ -176,8 +176,10 @@ def from_openings(candidates: Candidates, best: Candidate, fastest: Candidate) -
     if best.fits and not is_far and not is_small(candidates, best):
         return best
     before = best
+    # Where prefixes are shared and caps cost nothing, scanning grains took a third of a search, and gained nothing.
+    scans = not candidates.problem.borrowed or best.makespan_us > fastest.makespan_us * (1 + MIN_GAIN_SHARE)
     for recipe, scans_grains in openings(candidates, best.recipe, candidates.orders.openings):
-        opening = candidates.opening(recipe, before)
+        opening = candidates.opening(recipe, before) if scans or not scans_grains else None
         if opening is not None:
             other = walk(candidates, opening, settings.EVERY_GRAIN) if scans_grains else opening
             other = descend(candidates, other, [setting for setting in settings.SETTINGS if setting.name != "cut"])

@@ -144,20 +144,20 @@ def orders_of(problem: Problem, options: Options) -> Orders:
     return ONE_STAGE
 
 
-def first_recipe(problem: Problem, orders: Orders, cut: str = "") -> Recipe:
+def first_recipe(problem: Problem, options: Options, orders: Orders, cut: str = "") -> Recipe:
     grain = 12.0 if 12.0 * problem.num_ranks <= MOST_CHUNKS else 4.0  # a grain beyond `MOST_CHUNKS` makes no chunks
-    return Recipe(grain, cut, reach=orders.first_reach)
+    return Recipe(grain if options.chunks is None else options.chunks / problem.num_ranks, cut, reach=orders.first_reach)
 
 
 def values_of(
     problem: Problem, options: Options, orders: Orders, cuts: Iterable[str], splits: bool
 ) -> dict[str, tuple[Any, ...]]:
     """Return the values of every setting that a search may try, where weight gradients may run apart if it `splits`."""
-    is_whole = bool(problem.microbatches)
+    is_whole, searches = bool(problem.microbatches), options.slices is None and options.chunks is None
     several_starts = problem.has_one_stage_per_rank and not problem.forward_only
     starts = MICROBATCH_STARTS if is_whole else STARTS if several_starts else STARTS[:1]
     return {
-        "grain": GRAINS if options.slices is None and not is_whole else (first_recipe(problem, orders).grain,),
+        "grain": GRAINS if searches and not is_whole else (first_recipe(problem, options, orders).grain,),
         "cut": tuple(cuts),
         "start": starts,
         "lead": orders.leads,

@@ -104,8 +104,8 @@ class BackgroundPlanner:
     def plan(self, problem: Problem, grain: float = 1.0, *, is_run: bool = True) -> PackedPlans:
         """Plan the shares that the group's replicas have of a batch, in their order. Raises what `planner.plan` raises.
 
-        With `is_run` False it is only asked whether there is a plan. `grain` is the slices of the longest sequence, as a
-        multiple of the fastest plan's, where the planner chooses them and a plan with these fits.
+        With `is_run` False it is only asked whether there is a plan. `grain` is the chunks, or of planners that know slices
+        alone those of the longest sequence, as a multiple of the fastest plan's, where the planner chooses and that fits.
         """
         tells_peak = self.tells_peak and is_run and not problem.forward_only
         self.tells_peak &= not tells_peak

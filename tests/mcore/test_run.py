@@ -2,6 +2,7 @@
 
 import threading
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from megatron_epp.cost.kept import RECORDED, WARM_UP
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.features.learnt_costs import learn_costs
 from megatron_epp.features.learnt_costs.learn_costs import CostLearning, LearntPlanner, first_batch
+from megatron_epp.features.learnt_costs.learnt import with_times
 from megatron_epp.launch.run_folder import LOCK
 from megatron_epp.mcore.iteration import base_run
 from megatron_epp.mcore.iteration.base_run import Run
@@ -180,11 +182,18 @@ def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(is_early
         planner.plan_with(by_learnt)  # type: ignore[arg-type]
     thread.join(30)
     assert used == [by_formula] * (first - 1) + [by_learnt] * 3
-    recorded, others = by_formula.grains[WARM_UP:LEARNING], by_formula.grains[:WARM_UP] + by_formula.grains[LEARNING:]
+    recorded, others = by_formula.grains[WARM_UP:LEARNING], by_formula.grains[: WARM_UP - 1] + by_formula.grains[LEARNING:]
+    assert by_formula.grains[WARM_UP - 1] == min(recorded)  # so memory of the largest chunks is there
     assert len(set(recorded)) == RECORDED  # their slices differ, so times tell tokens from pairs
     assert {*others, *by_learnt.grains} == {1.0}
     assert first > LEARNING  # or its plan would be needed before costs are known
     planner.close()
+
+
+def test_a_resumed_run_has_the_times_of_copies_that_an_earlier_one_learnt() -> None:
+    earlier = replace(FORMULAS, copy_us_per_byte=7.0, host_us_per_byte=2.0)
+    resumed = with_times(FORMULAS, earlier)
+    assert (resumed.copy_us_per_byte, resumed.host_us_per_byte) == (7.0, 2.0)
 
 
 def test_batches_of_single_calls_never_wait_for_costs() -> None:

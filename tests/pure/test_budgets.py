@@ -28,7 +28,7 @@ PROGRAMS = {
     "command line": (("tools.cli.main",), 1_960),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 60_125, "megatron_epp/contrib": 5_955, "tests": 52_440, "scripts": 10_345}
+FOLDERS = {"megatron_epp": 60_141, "megatron_epp/contrib": 5_955, "tests": 52_501, "scripts": 10_345}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

@@ -15,10 +15,14 @@ from megatron_epp.cost.whole_microbatches import of_whole_microbatches, with_sta
 from megatron_epp.cost.work import LinearTime, causal_pairs, work_of
 from megatron_epp.features.learnt_costs.learner import Learner, deviation, fitted_costs, size_of
 from megatron_epp.features.learnt_costs.timed import Learnt, Timed, fitted_line, undetermined
-from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Op, Plan, Recompute, Segment
+from megatron_epp.features.trees.tree_work import work_of_tree
+from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, Action, Chunk, Op, Plan, Recompute, Segment
+from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.plan.flags import AUTO
+from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.sizing import BLOCK_BYTES, loss_block_tokens, loss_workspace_bytes
+from megatron_epp.planner import plan
 from megatron_epp.tools.cli import main as cli
 from megatron_epp.tools.formulas import CPU, H100, ModelShape, analytic_profile, on_device
 from megatron_epp.tools.formulas.library import load_flags, shape_of
@@ -112,6 +116,28 @@ def test_times_of_spans_are_those_of_as_many_tokens():
     costs = fitted_costs(FORMULAS, [learner.learnt for learner in learners])
     for stage in (0, 1):
         assert same(costs.stages[stage].line("forward"), FORWARD[stage])
+
+
+def test_copies_of_keys_and_values_are_as_much_slower_as_tokens_are_and_count_once():
+    """Passes of a group with one prompt take three times as long as by formula, copies too."""
+    base = replace(FORMULAS, copy_us_per_byte=0.01)
+    prompt, lengths = 300, (700, 400, 350, 320, 310, 500)
+    shared = (NOTHING_BORROWED, *(Borrowed(0, prompt) for _ in lengths[1:]))
+    made = plan(Problem(lengths, (0, 1), (UNLIMITED_BYTES,) * 2, borrowed=shared), base, Options(chunks=3, shares=True))
+    work, found, passes = (
+        work_of_tree(made.chunks, made, lengths),
+        list[Learnt](),
+        ((Op.F, "forward_us"), (Op.B, "backward_us")),
+    )
+    for rank in (0, 1):
+        learner = warm_learner(made)
+        took_us = {f"{rank}{op}{c}": 3 * us for op, of in passes for c, us in enumerate(getattr(base, of)(rank, work).tolist())}
+        learner.add(made, [(action, 0.0, us, None) for action, us in took_us.items()], {})
+        found.append(learner.learnt)
+    costs = fitted_costs(base, found)
+    assert costs.copy_us_per_byte == pytest.approx(0.03, rel=0.01)
+    for rank, (_, of) in product((0, 1), passes):
+        assert getattr(costs, of)(rank, work) == pytest.approx(3 * getattr(base, of)(rank, work), rel=0.01)
 
 
 def test_the_least_share_of_any_rank_can_be_offloaded():

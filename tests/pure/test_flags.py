@@ -50,7 +50,7 @@ def test_a_flag_of_megatron_of_the_same_name_is_no_setting_of_the_planner():
 
 
 def test_every_option_that_users_may_set_has_a_row():
-    assert {field.name for field in dataclasses.fields(Options)} - set(ROWS) == {"kv_offload", "steps"}
+    assert {field.name for field in dataclasses.fields(Options)} - set(ROWS) == {"kv_offload", "steps", "chunks"}
     assert len(ROWS) == len(TABLE)
 
 

@@ -113,7 +113,7 @@ def test_kinds_of_layers_multi_token_prediction_are_costs_of_the_last_stage():
     assert ahead.stages[0] == bare.stages[0]
     *_, prediction, head = ahead.stages[1].blocks
     assert (prediction.kind, prediction.count, head.kind) == (PREDICTION, 2, HEAD)
-    assert ahead.num_cached_layers == (2, 4)
+    assert [stage.num_cached_layers for stage in ahead.stages] == [2, 4]
     assert head.forward.per_token_us == pytest.approx(3 * bare.stages[1].blocks[-1].forward.per_token_us)
     layer = bare.stages[1].layers
     assert prediction.forward.per_pair_us == pytest.approx(2 * layer.forward.per_pair_us)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from hypothesis import given
 
-from megatron_epp.plan import InfeasibleError, Plan, PlanError
+from megatron_epp.plan import InfeasibleError, Op, Plan, PlanError
 from megatron_epp.plan.document import digest
 from megatron_epp.plan.lowering import lower
 from megatron_epp.planner import Options
@@ -87,13 +87,26 @@ def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_c
     assert ("it is started again" in caplog.text) == ended
 
 
-def test_a_batch_is_cut_coarser_or_finer_than_is_fastest(planner: BackgroundPlanner):
+@pytest.mark.parametrize(("lengths", "least"), [((90_000, 3_000), 1.8), (tuple(range(200, 400, 5)), 1.2)])
+def test_a_batch_is_cut_coarser_or_finer_than_is_fastest(planner: BackgroundPlanner, lengths: tuple[int, ...], least: float):
+    """Slices of a long sequence, and chunks of several short ones, of which small ones at the ends of a table can be few."""
+
+    def largest_us(plan: Plan) -> float:
+        return max(step.time_us for row in plan.ranks for step in row if step.action.op is Op.F)
+
+    coarse, fastest, fine = (largest_us(planner.plan(problem(lengths, 2), grain)[0].plan()) for grain in (0.5, 1.0, 2.0))
+    assert least * fastest < coarse < 2.2 * fastest
+    assert 1.6 * fine < fastest < 2.2 * fine
+
+
+def test_planners_that_know_slices_alone_get_more_or_fewer_of_them():
     long = problem((90_000, 3_000), 2)
 
     def slices(plan: Plan) -> int:
         return sum(any(segment.sequence == 0 for segment in chunk.segments) for chunk in plan.chunks)
 
-    coarse, fastest, fine = (slices(planner.plan(long, grain)[0].plan()) for grain in (0.5, 1.0, 2.0))
+    with background(Options(planner="terapipe")) as planner:
+        coarse, fastest, fine = (slices(planner.plan(long, grain)[0].plan()) for grain in (0.5, 1.0, 2.0))
     assert 1 < coarse == round(fastest / 2)
     assert fine == 2 * fastest
 

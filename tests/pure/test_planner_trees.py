@@ -22,7 +22,9 @@ from megatron_epp.planner import Options, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.breakdown import peak_items
 from megatron_epp.planner.microbatches import plan_microbatches
+from megatron_epp.planner.replicas import Replicas
 from megatron_epp.planner.result import plan_or_refuse
+from megatron_epp.planner.search import search
 from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.tools.report.text import headline
 from tests.support.plan import second_simulator
@@ -97,6 +99,18 @@ def test_keys_and_values_that_a_pass_puts_in_a_row_take_a_copy_and_in_backward_f
     for passes, copies in (("forward_us", 1), ("backward_us", 4), ("weight_us", 0)):
         added_us = getattr(slow, passes)(0, work) - getattr(free, passes)(0, work)
         assert added_us == pytest.approx([copies * 0.5 * layers * row_bytes * rows for rows in (6, 7)])
+
+
+def test_grains_are_scanned_only_where_memory_is_short():
+    lengths, borrowed = groups(16, 2, 1500, 500)
+    asked, costs = replace(problem(lengths, 4), borrowed=borrowed), pipeline(4, 1)
+    peaks = plan(asked, costs).predicted.peak_bytes
+    for share, scans in ((1.3, False), (0.8, True)):
+        capped = replace(asked, cap_bytes=tuple(int(share * peak) for peak in peaks))
+        came_from = search(Replicas((capped,), costs, Options())).came_from
+        starts = {(to.start, to.lead) for to, (_, word) in came_from.items() if word == "opening: "}
+        assert {("longest", 3.0), ("longest", 0.0)} <= starts  # openings of one grain are tried in both
+        assert (("second", 1.0) in starts) == scans
 
 
 @pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 1, 0)])

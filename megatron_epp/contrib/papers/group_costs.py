@@ -59,7 +59,7 @@ class GroupCosts:
         """Time per token and pass by which exchanges of groups exceed exchanges of all ranks with as many tokens each."""
         exchanges = np.array(self.costs.context_exchange_us)
         each_us = exchanges[np.log2(degrees).astype(np.int64)] - exchanges[-1] * (self.num_ranks // degrees)
-        more_us: TimeColumn = self.costs.num_cached_layers[stage] * each_us
+        more_us: TimeColumn = self.costs.stages[stage].num_cached_layers * each_us
         return more_us
 
 

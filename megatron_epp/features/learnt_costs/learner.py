@@ -8,9 +8,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, UNKNOWN_BYTES, StageCosts
-from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.model import BACKWARD_COPIES, PipelineCosts
 from megatron_epp.cost.output_layer import VocabularyShards
 from megatron_epp.cost.work import LinearTime, causal_pairs
+from megatron_epp.features import batch_target
 from megatron_epp.features.learnt_costs.timed import Learnt, Timed, fitted_line, ratio_to, undetermined
 from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan
 
@@ -51,6 +52,7 @@ class Learner:
         took_us = {Action.parse(text): end_us - start_us for text, start_us, end_us, _ in events}
         joined = {action for row in plan.ranks for step in row if step.also for action in step.actions}
         has_shards = any(action.op is Op.S for action in took_us)
+        work = (make := batch_target(plan, "work")) and make(plan.chunks, plan, plan.lengths, plan.token_multiple)
         for action, time_us in took_us.items():
             op, stage, chunk = action
             if op in (Op.S, Op.T):
@@ -66,7 +68,8 @@ class Learner:
             tokens, pairs, reads = size_of(plan, chunk)
             if span_tokens is not None and stage == 0 and op is not Op.W:
                 tokens += round(span_tokens(chunk))
-            self.learnt.times.setdefault((stage, op), []).append(Timed(tokens, pairs, time_us, recompute, share, reads))
+            timed = Timed(tokens, pairs, time_us, recompute, share, reads, int(work.gathered_tokens[chunk]) if work else 0)
+            self.learnt.times.setdefault((stage, op), []).append(timed)
         self.learnt.peak_bytes = max(peak_bytes, self.learnt.peak_bytes)
         self.learnt.offloadable_share = offloadable_share
         for (op, stage, chunk), size in kept_bytes.items():
@@ -108,18 +111,22 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
             sizes.setdefault(key, []).extend(measured)
     stages = []
     for number, stage in enumerate(base.stages):
-        known = _with_times(stage, {op: times.get((number, op), []) for op in (Op.F, Op.B, Op.W)}, keeps_weights)
+        known = _with_times(base, number, {op: times.get((number, op), []) for op in (Op.F, Op.B, Op.W)}, keeps_weights)
         if found_bytes := sizes.get((number, Op.F)):
             known = _with_bytes(known, max(size / tokens for tokens, size in found_bytes))
         if found_bytes := sizes.get((number, Op.W)):
             per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / max(1, stage.num_layers)
             known = known.changed(weight_bytes_per_token=0.0).changed(LAYER, weight_bytes_per_token=per_token)
         stages.append(known)
+    before, after = (
+        sum(s.line("forward").per_token_us + s.line("backward").per_token_us for s in of) for of in (base.stages, stages)
+    )
     shares = [learnt.offloadable_share for learnt in everyone if learnt.offloadable_share is not None]
     return replace(
         base,
         name="learnt",
         stages=tuple(stages),
+        copy_us_per_byte=base.copy_us_per_byte * (after / before if before else 1.0),
         vocabulary=None if base.vocabulary is None else _fitted_shards(base.vocabulary, everyone),
         offloadable_share=min(shares, default=base.offloadable_share),
     )
@@ -134,27 +141,35 @@ def untold(base: PipelineCosts, ranks: Sequence[Learnt]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
-    forwards = _with_all_tokens(stage, "forward", times[Op.F])
+def _with_times(base: PipelineCosts, number: int, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
+    stage, forwards = base.stages[number], _with_all_tokens(base, number, "forward", times[Op.F])
     factor = ratio_to(stage.line("forward"), forwards)
     modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.layers.recompute.items()}
     known = stage.with_lines("forward", *_shared(stage, "forward", fitted_line(stage.line("forward"), forwards)))
     known = replace(known.changed(LAYER, recompute=modes), unlike=stage.unlike)
     once = [timed._replace(time_us=max(0.0, timed.time_us - _again_us(known, timed))) for timed in times[Op.B]]
-    once = _with_all_tokens(stage, "backward", once)
+    once = _with_all_tokens(base, number, "backward", once)
     backward = _shared(stage, "backward", fitted_line(stage.line("backward"), once))
     factor = ratio_to(stage.line("backward"), once) if keeps_weights else 0.0
-    split, earlier = _with_all_tokens(stage, "weight", times[Op.W]), stage.line("weight")
+    split, earlier = _with_all_tokens(base, number, "weight", times[Op.W]), stage.line("weight")
     weight = _shared(stage, "weight", fitted_line(earlier, split, False) if split else earlier.scaled(factor))
     return known.with_lines("backward", *backward).with_lines("weight", *map(LinearTime.within, weight, backward))
 
 
-def _with_all_tokens(stage: StageCosts, name: str, times: Sequence[Timed]) -> list[Timed]:
-    """Scale measured times of a pass to all tokens passing the output layer, by the ratio that the earlier lines give."""
-    scaled, earlier, extra = [], stage.line(name), stage.line_of_ends(name)
+def _with_all_tokens(base: PipelineCosts, number: int, name: str, times: Sequence[Timed]) -> list[Timed]:
+    """Scale measured times of a pass to all tokens passing the output layer, by the ratio that the earlier lines give.
+
+    Copies of keys and values count as tokens that take as long by earlier costs.
+    """
+    scaled, earlier, extra = [], base.stages[number].line(name), base.stages[number].line_of_ends(name)
+    copy_us = {"forward": 1, "backward": BACKWARD_COPIES}.get(name, 0) * base.copy_us_per_byte
+    copy_us *= base.stages[number].num_caches * base.stages[number].kv.bytes_per_token
+    per_copy = copy_us / earlier.per_token_us if earlier.per_token_us else 0.0
     for timed in times:
+        less_us = extra.per_token_us * timed.tokens * (1.0 - timed.output_share)
+        timed = timed._replace(tokens=timed.tokens + round(per_copy * timed.gathered))
         whole_us, device_us = earlier.time_us(*timed.size), earlier.device_us(*timed.size)
-        part_us = earlier.launched(device_us - extra.per_token_us * timed.tokens * (1.0 - timed.output_share))
+        part_us = earlier.launched(device_us - less_us)
         scaled.append(timed._replace(time_us=timed.time_us * (whole_us / part_us if part_us > 0 else 1.0)))
     return scaled
 

@@ -29,7 +29,7 @@ from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)
 
-_TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
+_TIMES_OF_COPIES = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte", "copy_us_per_byte")
 _TIMES_OF_SHARDS = ("logits", "gradient", "spread", "gather")
 """Fields with times; recompute modes have theirs besides."""
 
@@ -92,7 +92,7 @@ def with_times(here: PipelineCosts, earlier: PipelineCosts) -> PipelineCosts:
     vocabulary = here.vocabulary
     if vocabulary is not None and earlier.vocabulary is not None:
         vocabulary = replace(vocabulary, **{name: getattr(earlier.vocabulary, name) for name in _TIMES_OF_SHARDS})
-    times = {name: getattr(earlier, name) for name in _TIMES_OF_LINKS}
+    times = {name: getattr(earlier, name) for name in _TIMES_OF_COPIES}
     return replace(here, name=earlier.name, stages=stages, vocabulary=vocabulary, **times)
 
 

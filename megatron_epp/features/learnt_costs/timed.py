@@ -49,6 +49,7 @@ class Timed(NamedTuple):
     recompute: Recompute = NO_RECOMPUTE  # layers that recomputed in it
     output_share: float = 1.0  # share of the tokens that passed the output layer and the loss, where the stage has them
     reads: int = 0  # tokens ahead of its slice
+    gathered: int = 0  # tokens whose keys and values it put in a row (`ChunkWork.gathered_tokens`)
 
     @property
     def size(self) -> tuple[int, int, int]:

@@ -39,8 +39,8 @@ def cut_trees(chunker: Chunker, sequences: Sequence[int], shares: Sequence[float
         whole_us = room_us + max(0, round((own_us - room_us) / unit_us)) * unit_us
         stretch = own_us / whole_us
         while begin < lengths[q]:
-            end = lengths[q]
-            if chunker.part_us(q, begin, end) > room_us * stretch + _NEAR_SHARE * unit_us:
+            end, took_us = lengths[q], own_us if begin == first_token(q) else chunker.part_us(q, begin, lengths[q])
+            if took_us > room_us * stretch + _NEAR_SHARE * unit_us:
                 end = chunker.cut_near(q, begin, room_us * stretch)
                 if min(end - begin, lengths[q] - end) < least:
                     end = begin if parts else chunker.cut_within(q, begin, begin + least)
@@ -48,7 +48,8 @@ def cut_trees(chunker: Chunker, sequences: Sequence[int], shares: Sequence[float
                 end = begin if parts else chunker.cut_within(q, begin, begin + room)
             if end > begin:
                 parts.append(Segment(q, begin, end))
-                room_us, room = room_us - chunker.part_us(q, begin, end), room - (end - begin)
+                took_us = took_us if end == lengths[q] else chunker.part_us(q, begin, end)
+                room_us, room = room_us - took_us, room - (end - begin)
             is_cut = end < lengths[q] or begin > first_token(q)
             begin = end
             if is_cut or room_us <= _NEAR_SHARE * unit_us:

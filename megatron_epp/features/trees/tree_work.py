@@ -68,7 +68,7 @@ class TreeWork(ChunkWork):
         return self.repeated
 
     def opened_cache(self, size: Sizes) -> IntColumn:
-        return np.sum([*map(size, self.segments - self.offloaded)], axis=0)
+        return np.sum(size(self.segments - self.offloaded), axis=0)
 
     def released_cache(self, size: Sizes) -> IntColumn:
         return self._at(self.last_reader, size, self.segments - self.offloaded)
@@ -77,11 +77,11 @@ class TreeWork(ChunkWork):
         return self._at(self.first_backward, size, (self.segments - self.offloaded) * self.is_read)
 
     def closed_gradients(self, size: Sizes) -> IntColumn:
-        return np.sum([*map(size, (self.segments - self.offloaded) * self.is_read)], axis=0)
+        return np.sum(size((self.segments - self.offloaded) * self.is_read), axis=0)
 
     @staticmethod
     def _at(chunks: IntColumn, size: Sizes, tokens: IntColumn) -> IntColumn:
-        sizes = np.array([*map(size, tokens)])
+        sizes = size(tokens)
         total = np.zeros(sizes.shape[1], dtype=sizes.dtype)
         np.add.at(total, chunks, sizes)
         return total

@@ -14,7 +14,8 @@ from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.model import Costs, PipelineCosts
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.features import batch_target
-from megatron_epp.plan import EppError, Plan
+from megatron_epp.plan import EppError, Op, Plan
+from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem
 from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.result import plan_lockstep
@@ -64,10 +65,13 @@ def plans_of_batch(
     problems = tuple(map(problem.part, shares))
     plans = _plans(problems, costs, options)
     if grain != 1.0 and options.slices is None and options.chunk_tokens is None:
-        slices = (Counter(segment.sequence for chunk in plan.chunks for segment in chunk.segments) for plan in plans)
-        most = max(count for counts in slices for count in counts.values())
+        parts = Counter((id(plan), part.sequence) for plan in plans for chunk in plan.chunks for part in chunk.segments)
+        times_us = [step.time_us for row in plans[0].ranks for step in row if step.action[:2] == (Op.F, 0)]
+        asked = replace(options, chunks=grain * sum(times_us) / max(times_us))  # of the largest: the ends are smaller
+        if not begins_with_greedy(options.planner):
+            asked = replace(options, slices=max(1, round(grain * max(parts.values()))))
         with contextlib.suppress(EppError):
-            plans = _plans(problems, costs, replace(options, slices=max(1, round(grain * most))))
+            plans = _plans(problems, costs, asked)
     planning_us = (time.perf_counter() - start_s) * 1e6
     return tuple(pack(plan, planning_us, share, division.checksum) for plan, share in zip(plans, shares, strict=True))
 
