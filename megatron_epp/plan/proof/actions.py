@@ -8,21 +8,11 @@ import numpy as np
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.columns import NO_STEP, Integers, Listed, PlanColumns
+from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.graph import Graph
-from megatron_epp.plan.operations import (
-    ANYWHERE,
-    MessageKind,
-    Presence,
-    Role,
-    Track,
-    is_compute,
-    is_defined,
-    needs_of,
-    of_stages,
-    operation,
-    operations,
-)
+from megatron_epp.plan.operations import ANYWHERE, MessageKind, Presence, Role, Track, needs_of, operation, operations
 from megatron_epp.plan.plan import Copy, Plan
+from megatron_epp.plan.proof.memory_balance import site_name
 from megatron_epp.plan.simulation import Playback
 from megatron_epp.plan.violation import Violation
 
@@ -48,7 +38,7 @@ def check_presence(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[
         if isinstance(copy, Copy) and (after := copy.after) is not None:
             rank, position = columns.where(number)
             needed = steps.number(after)
-            if needed is None or columns.where(needed)[0] != rank or not is_compute(after.op):
+            if needed is None or columns.where(needed)[0] != rank or operation(after.op).track is not Track.COMPUTE:
                 reason = f"is issued after {after}, which the compute list of its rank does not have"
                 yield Violation(rank, position, copy.action, reason, in_copies=True)
 
@@ -87,7 +77,7 @@ def _missing(plan: Plan, steps: Listed) -> Iterator[Violation]:
     for kind in operations():
         if kind.presence not in always and not (kind.presence in complete and kind.op in present):
             continue
-        site, ranks = "stage" if kind.sites is of_stages else "site", kind.sites(plan.placement)
+        site, ranks = site_name(kind.op), kind.sites(plan.placement)
         for index, c in np.argwhere(steps.table(kind.op, len(ranks), len(plan.chunks)) == NO_STEP).tolist():
             on = None if ranks[index] == ANYWHERE else ranks[index]
             yield Violation(on, None, Action(kind.op, index, c), f"missing: {site} {index} never runs {kind.op} of chunk {c}")
@@ -96,14 +86,15 @@ def _missing(plan: Plan, steps: Listed) -> Iterator[Violation]:
 def _misplacement(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:
     """Return the reason for which an action may not be in a list of a rank; empty if it may."""
     op, index, chunk = action
-    if not is_defined(op):
+    try:
+        kind = operation(op)
+    except PlanError:
         return f"operation {op} has no definition"
-    kind = operation(op)
     if kind.track is Track.LOWERED:
         return "a send, receive or release has no place in a plan: lowering adds them"
     if kind.track is not (Track.COPY if in_copies else Track.COMPUTE):
         return f"{op} belongs into {'the compute list' if in_copies else 'the copies'} of its rank"
-    ranks, site = kind.sites(plan.placement), "stage" if kind.sites is of_stages else "site"
+    ranks, site = kind.sites(plan.placement), site_name(op)
     if not 0 <= index < len(ranks):
         return f"unknown {site} {index}; there are {len(ranks)}"
     if not 0 <= chunk < len(plan.chunks):
