@@ -25,7 +25,8 @@ own](your-own-schedule.md) planning; [flags](flags.md) have the settings of both
 """
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Training": {
-        "features/losses/sample_schedule.py": ("megatron_epp.wrap_samples", "SampleSchedule.__call__", "SampleReport"),
+        "features/losses/sample_schedule.py": ("megatron_epp.wrap_samples", "SampleSchedule.__call__"),
+        "features/losses/sample_report.py": ("SampleReport",),
         "mcore/iteration/wrap.py": ("megatron_epp.wrap", "megatron_epp.install"),
     },
     "Losses, of megatron_epp.losses": {

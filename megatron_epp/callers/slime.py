@@ -15,10 +15,11 @@ _MULTIPLIER = 128
 """Its default of that flag."""
 
 
-def unread(item: Mapping[str, Any]) -> list[int]:
-    """Return all but the last token of each prompt: losses read logits of responses alone."""
-    pairs = zip(item["total_lengths"], item["response_lengths"], strict=True)
-    return [int(total) - int(response) - 1 for total, response in pairs]
+def unread(item: Mapping[str, Any]) -> list[int] | None:
+    """Return all but the last token of each prompt: losses read logits of responses alone. None without responses."""
+    if (responses := item.get("response_lengths")) is None:
+        return None
+    return [int(total) - int(response) - 1 for total, response in zip(item["total_lengths"], responses, strict=True)]
 
 
 def init(args: Any) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_epp.cost.blocks import StageCosts
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import causal_pairs
+from megatron_epp.plan.chunk import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,10 @@ def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int, r
     return tuple(layers)
 
 
-def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Spread]:
-    """Current and balanced layers per stage, for one stage per rank and identical layers."""
-    tokens, pairs = sum(lengths), sum(causal_pairs(0, length) for length in lengths)
+def spreads(costs: PipelineCosts, chunks: Sequence[Chunk]) -> tuple[Spread, Spread]:
+    """Current and balanced layers per stage for the tokens of chunks, for one stage per rank and identical layers."""
+    tokens = sum(chunk.num_tokens for chunk in chunks)
+    pairs = sum(causal_pairs(start, end) for chunk in chunks for _, start, end in chunk.segments)
 
     def times_us(stage: StageCosts) -> tuple[float, float]:
         """Time of one layer and of the stage's other work, without the fixed part of a pass."""
@@ -69,17 +71,17 @@ def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Sprea
 def advice(
     costs: PipelineCosts,
     placement: Sequence[int],
-    lengths: Sequence[int],
+    chunks: Sequence[Chunk],
     setting: Callable[[Sequence[int]], str] | None = None,
 ) -> str | None:
     """A sentence of advice if other layers per stage would save the busiest stage at least `WORTH`; None otherwise.
 
-    Also None if ranks have several stages, or there are fewer layers than stages. `setting` gives words that set given layers
-    per stage, for who asked; None names the layers alone.
+    Also None if ranks have several stages, or there are fewer layers than stages. `chunks` are typical of what stages run;
+    `setting` gives words that set given layers per stage, for who asked; None names the layers alone.
     """
-    if len(set(placement)) < len(placement) or sum(costs.num_layers) < len(placement) or not lengths:
+    if len(set(placement)) < len(placement) or sum(costs.num_layers) < len(placement) or not chunks:
         return None
-    own, best = spreads(costs, lengths)
+    own, best = spreads(costs, chunks)
     if own.excess - best.excess < WORTH:
         return None
     layers, others = (", ".join(map(str, spread.layers)) for spread in (own, best))

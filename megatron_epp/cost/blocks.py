@@ -117,9 +117,8 @@ class BlockCosts(PartCosts):
     def kept_per_token(self, work: ChunkWork, mode: ModeCosts | None = None, keeps_kv: bool = True) -> TimeColumn:
         """Bytes per token kept for backward, in a recompute mode or without one. Keys and values in a cache do not count."""
         of_cache = self.parts * self._in_cache(work) * keeps_kv
-        # Not less than nothing: a model's own recompute, which plans of whole microbatches measure, keeps no keys and values.
-        kept: TimeColumn = np.maximum(0.0, (self if mode is None else mode).bytes_per_token - of_cache)
-        return kept
+        # Not below nothing: a model's own recompute, as measured for whole microbatches, keeps no keys and values.
+        return np.asarray(np.maximum(0.0, (self if mode is None else mode).bytes_per_token - of_cache))
 
     def kept_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes kept from forward to backward in addition, which are not proportional to tokens."""

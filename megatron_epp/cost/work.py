@@ -141,8 +141,8 @@ class ChunkWork:
 
     @property
     def outputs_per_token(self) -> TimeColumn | float:
-        """Rows of the output layer for which memory is set aside, for each token: at least one, though fewer may pass it."""
-        return 1.0 if self.trained is None else np.maximum(1.0, self.trained / self.tokens)
+        """Rows of logits for each token, for which memory is set aside."""
+        return 1.0
 
     @property
     def gathered_tokens(self) -> IntColumn:

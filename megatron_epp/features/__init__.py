@@ -184,9 +184,9 @@ FEATURES = (
     ),
     Feature(
         "shared prefixes of microbatches",
-        "8 groups of 8 responses take 1.09 to 2.0 times less: python -m scripts.bench.trees",
+        "microbatches of groups take 1.16 to 2.11 times as long without: python -m scripts.bench.microbatch_prefixes",
         wanted=lambda asked: asked.whole and asked.args.epp_share_prefixes != "off",
-        run=f"{_HERE}microbatch_prefixes.sharing:share",
+        run=f"{_HERE}microbatch_prefixes.prefix_model:share",
     ),
     Feature(
         "several stages per rank",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_epp.cost.model import Costs
@@ -12,7 +12,7 @@ from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.candidates import Candidate, Candidates, codes_of
 from megatron_epp.planner.fit import least_peaks, peaks_bytes
 from megatron_epp.planner.replicas import Replicas
-from megatron_epp.planner.result import finished, plan_or_refuse, planned
+from megatron_epp.planner.result import finished, plan_alone, plan_or_refuse, planned
 from megatron_epp.planner.search import search
 from megatron_epp.planner.settings import COPIES, LEAD, SETTINGS, Recipe
 from megatron_epp.planner.validation import validate
@@ -68,6 +68,8 @@ def explain(problem: Problem, costs: Costs, options: Options) -> Explanation:
     if options.planner != "greedy":
         raise PlanError("only the search of the planner greedy can be explained", Remedy("set", "planner", "greedy"))
     validate(problem, costs, options)
+    if problem.borrowed and (problem := replace(problem, borrowed=plan_alone(problem, costs, options).borrowed)).borrowed:
+        options = replace(options, kv_offload=False)
     candidates = search(Replicas((problem,), costs, options))
     try:
         (plan,) = planned(candidates)

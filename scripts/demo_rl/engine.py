@@ -125,14 +125,14 @@ def pipeline_stage(size: Size, change: Callable[[Any], object] | None = None, **
     rotary, untied = {"position_embedding_type": "rope"}, {"share_embeddings_and_output_weights": False}
     bare = stage_of(config, spec, size.vocabulary, size.longest, **rotary, **untied)
     # Of the class, which has no kernel for packed sequences without Transformer Engine: an object's own is refused in slices.
-    DotProductAttention.forward = _packed_attention
+    DotProductAttention.forward = packed_attention
     if change is not None:
         change(bare)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=False)
     return DistributedDataParallel(config, settings, bare)
 
 
-def _packed_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: object, **named: Any) -> Tensor:
+def packed_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *rest: object, **named: Any) -> Tensor:
     """Attend causally within each packed sequence by torch's fused kernel; all are ``[tokens, heads, channels]``."""
     packed = named["packed_seq_params"]
     ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded

@@ -60,6 +60,7 @@ WRONG = {
     "another length": (GOOD | {"old_logprobs": [0, 1]}, ":2: old_logprobs has 2 values for 3 tokens"),
     "ragged": (GOOD | {"old_logprobs": [[0], [1, 2]]}, ":2: old_logprobs"),
     "not finite": (GOOD | {"advantages": float("nan")}, ":2: advantages is nan for token 1, which is trained: it must be"),
+    "infinite": (GOOD | {"old_logprobs": float("-inf")}, ":2: old_logprobs is -inf for token 1, which is trained: it must be"),
     "a mask of other values": (GOOD | {"trained": [0, 2, 1]}, ":2: trained must be 0 or 1"),
     "too long": (GOOD | {"tokens": [1] * 10, "trained": 1, "old_logprobs": 0}, "2 has 10 tokens, 9 positions of 8 at most; s"),
     "unknown token": (GOOD | {"tokens": [1, 9, 2]}, ":2 has token 9, and the vocabulary 9 entries"),

@@ -163,6 +163,18 @@ def test_a_users_own_launch_is_planned_and_flags_that_a_plan_cannot_honour_are_l
     assert "-torchrun --nproc-per-node 2 train.py" in printed
 
 
+def test_lengths_with_parents_run_once_what_is_in_common_unless_the_model_has_dropout(ran):
+    asked = "--steps plan --cluster this-machine --lengths 4000,3900@0:3000,3900@0:3000,3800@0:3000,90 -- torchrun train.py"
+    asked += " --pipeline-model-parallel-size 2 --global-batch-size 4 --attention-dropout 0 --hidden-dropout"
+    (code, report, printed), (_, of_dropout, told) = (ran(*asked.split(), dropout, *MODEL) for dropout in ("0", "0.1"))
+    assert code == 0
+    assert "15,600 tokens (9,000 of them in common with others)" in printed
+    assert "15,600 tokens, the longest" in told
+    assert "parents are left out, as the model has dropout, which is another for every sample" in told
+    speedups = [each["steps"][0]["outcome"]["figures"]["speedup"] for each in (report, of_dropout)]
+    assert speedups[0] > 1.5 * speedups[1]
+
+
 def test_what_training_would_refuse_besides_is_said(ran):
     launch = shlex.split("torchrun --nproc-per-node 2 pretrain_gpt.py --delay-wgrad-compute --global-batch-size 2")
     _, _, printed = ran("--steps", "plan", "--lengths", "40,7", "--", *launch, *MODEL)

@@ -131,7 +131,7 @@ def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewe
     hint = layer_hint(Namespace(names=TRAINING, args=Namespace(moe_layer_freq=1)))
     told = [hint.hint(made, costs) for _ in range(20)]
     assert [number for number, text in enumerate(told) if text] == [9]
-    assert told[9] == spread.advice(costs, made.placement, made.lengths * 10, partial(layout_words, 0))
+    assert told[9] == spread.advice(costs, made.placement, made.chunks * 10, partial(layout_words, 0))
     assert "--pipeline-model-parallel-layout 'Et" in told[9]
 
 

@@ -1,7 +1,7 @@
 """Profiles: parts of a model put together to pipelines, how evenly these share work, their JSON form, and their fit."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Literal
@@ -12,7 +12,7 @@ from megatron_epp.cost.balance import WORTH, advice, spread_layers, spreads
 from megatron_epp.cost.line_fits import LEAST_US, Point, fit_line
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime
-from megatron_epp.plan import EppError
+from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.plan.layout import layout_flag
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
@@ -211,6 +211,10 @@ def costs(layers: tuple[int, ...]) -> PipelineCosts:
     return OF_FOUR.costs(layers)
 
 
+def whole(lengths: Sequence[int]) -> list[Chunk]:
+    return [Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths)]
+
+
 @pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1)])
 @pytest.mark.parametrize(("extra_us", "num_layers"), [((1, 0, 0, 7), 12), ((0, 0, 0, 25), 8), ((2, 3, 0, 4), 11)])
 def test_no_other_layers_make_the_busiest_rank_faster(rank_of: tuple[int, ...], extra_us: tuple[float, ...], num_layers: int):
@@ -236,20 +240,28 @@ def test_with_two_stages_on_every_rank_ranks_are_balanced_and_plans_are_faster(k
 
 
 def test_the_excess_is_what_the_others_wait_for_the_busiest():
-    own, best = spreads(costs((8,) * 4), LONG)
+    own, best = spreads(costs((8,) * 4), whole(LONG))
     assert (own.layers, own.excess) == ((8,) * 4, pytest.approx(best.excess, abs=0.02))
-    lopsided, _ = spreads(costs((16, 6, 5, 5)), LONG)
+    lopsided, _ = spreads(costs((16, 6, 5, 5)), whole(LONG))
     assert lopsided.excess == pytest.approx(1.0, abs=0.03)  # half of all layers on a quarter of the stages
 
 
+def test_layers_are_weighed_by_what_chunks_compute_of_sequences_cut_or_begun_by_others():
+    first, second = Chunk((Segment(0, 0, 30000),)), Chunk((Segment(0, 30000, 32768),))
+    assert spreads(costs((4,) * 8), [first, second]) == spreads(costs((4,) * 8), whole([32768]))
+    excesses = [spreads(costs((4,) * 8), chunks)[0].excess for chunks in ([second], whole([32768]), whole([2768]))]
+    assert excesses == sorted(excesses)  # the head weighs least where each token attends to most
+    assert excesses[0] < 0.8 * excesses[1]
+
+
 def test_a_head_that_makes_others_wait_is_spoken_of_with_the_flag_that_mends_it():
-    said = advice(costs((4,) * 8), range(8), SHORT, lambda layers: f"--layout '{layout_flag(layers)}'")
+    said = advice(costs((4,) * 8), range(8), whole(SHORT), lambda layers: f"--layout '{layout_flag(layers)}'")
     assert said is not None
-    own, best = spreads(costs((4,) * 8), SHORT)
+    own, best = spreads(costs((4,) * 8), whole(SHORT))
     assert f"{own.excess:.0%} longer" in said
     assert f"--layout '{layout_flag(best.layers)}' would make it {best.excess:.0%}" in said
     assert own.excess - best.excess > WORTH
-    assert advice(costs(best.layers), range(8), SHORT) is None
+    assert advice(costs(best.layers), range(8), whole(SHORT)) is None
 
 
 def test_nothing_is_said_of_layers_that_suit_the_sequences_are_meant_to_be_none_or_share_a_rank_and_where_nothing_is_known():
@@ -259,5 +271,5 @@ def test_nothing_is_said_of_layers_that_suit_the_sequences_are_meant_to_be_none_
         ((4,) * 8, (0, 1, 2, 3) * 2, SHORT),
         ((4,) * 8, range(8), ()),
     ):
-        assert advice(costs(layers), rank_of, lengths) is None
-    assert advice(costs(balanced_layers(OF_FOUR, 32, 8)), range(8), LONG) is not None
+        assert advice(costs(layers), rank_of, whole(lengths)) is None
+    assert advice(costs(balanced_layers(OF_FOUR, 32, 8)), range(8), whole(LONG)) is not None

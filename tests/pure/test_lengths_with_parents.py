@@ -58,11 +58,11 @@ def test_any_parents_become_what_a_plan_may_borrow(seed):
 WRONG = [
     ("9,8@2:3", "sequence 1 of 8 tokens names parent 2: there are sequences 0 to 1"),
     ("9,8@1:3", "sequence 1 of 8 tokens names itself as its parent"),
-    ("9,8@0:0", "sequence 1 of 8 tokens shares 0 with its parent, sequence 0: 1 to 7 can be shared"),
-    ("9,8@0:8", "sequence 1 of 8 tokens shares 8 with its parent, sequence 0: 1 to 7 can be shared"),
+    ("9,8@0:0", "sequence 1 of 8 tokens shares 0 with its parent, sequence 0: 1 to 7 can be"),
+    ("9,8@0:8", "sequence 1 of 8 tokens shares 8 with its parent, sequence 0: 1 to 7 can be"),
     ("5,8@0:6", "sequence 1 of 8 tokens shares 6 with its parent, sequence 0, which has 5"),
-    ("9,9@3:2,9@1:2,9@2:3,9@1:1", "sequences 1, 3, 2 are parents of each other, in a circle"),
-    ("9,8@0", "'8@0' is not a number of tokens (a whole number, 1 to 2,147,483,647), or of tokens@parent:shared"),
+    ("9,9@3:2,9@1:2,9@2:3,9@1:1", "sequences 2, 3, 1 are parents of each other, in a circle"),
+    ("9,8@0", "'8@0' is not a number of tokens (a whole number, 1 to 2,147,483,647), or tokens@parent:shared"),
     ("9\n8@0:5 0@0:1", "line 2: '0@0:1' is not a number"),
     ('{"tokens": 9}\n{"tokens": 8, "parent": 0}', "line 2: {'parent': 0, 'tokens': 8} is not of the form"),
     ('{"tokens": 9}\n\n{"tokens": 8, "parent": 0, "share": 2}', "line 3: "),
@@ -90,8 +90,8 @@ def test_lengths_that_no_tree_has_are_refused_by_sequence_or_line(text, says, ca
     ("flags", "says"),
     [
         (["--batch-size", "2"], None),
-        (["--batch-size", "3"], "sequence 3 has its parent, sequence 2, in another batch (3 to 4)"),
-        (["--context", "800"], "sequence 0 has 900 tokens, and sequences with parents are not cut: give --context 900"),
+        (["--batch-size", "3"], "sequence 3 is in a batch of 3 to 4, and its parent, 2, is not: put "),
+        (["--context", "800"], "more than 800, and none is cut where some have parents; raise --context to 900"),
         (["--context", "900", "--documents", "stream"], "--documents stream joins documents"),
     ],
 )
@@ -125,11 +125,25 @@ def test_plan_runs_tokens_in_common_once_and_says_how_many_or_runs_sequences_alo
         said = capsys.readouterr().out
         assert "[4000:" in said
         assert "]<0" in said
-        assert "7,700 in all and 12,000 shared" in said or source != GROUP
+        assert "19,700 in all, of which 7,700 run (12,000 are in common with others)" in said or source != GROUP
+        assert "]<0: the first 4,000 tokens of sequence" in said
         assert load(path).borrowed == (NONE, *[Borrowed(0, 4000)] * 3)
     for alone in (["4000,4000@0:40"], [GROUP, "--planner", "seq1f1b"], ["900,900@0:700", "--planner", "milp", "--slices", "2"]):
         main(["plan", "--lengths", *alone, "--stages", "2", "--layout", "even", "-o", str(path)])
         assert load(path).borrowed == ()
+        assert "megatron-epp: tokens in common run for every sequence: " in capsys.readouterr().err
+
+
+OF_MODELS = [("--experts 4 --experts-per-token 2", "experts, "), ("--fp8-format e4m3 --fp8-recipe mxfp8", "FP8 or FP4, ")]
+
+
+@pytest.mark.parametrize(("flags", "reason"), OF_MODELS)
+def test_for_a_model_that_runs_every_sample_by_itself_parents_are_left_out_which_is_told_once(flags, reason, capsys):
+    asked = ["compare", "--lengths", GROUP, "--lengths", GROUP, "--planner", "greedy", "--stages", "2", "--layout", "even"]
+    assert main([*asked, "--cluster", "h100x8", *flags.split()]) == 0
+    said = capsys.readouterr()
+    assert said.err.count(f"megatron-epp: parents are left out, as the model has {reason}") == 1
+    assert "in common" not in said.out
 
 
 def test_a_tree_too_large_for_memory_is_refused_with_a_cap_that_would_do(tmp_path, capsys):
@@ -152,6 +166,9 @@ def test_baselines_run_every_sequence_whole_and_the_gain_of_what_runs_once_is_a_
         )
         rows[lengths] = {row["planner"]: row for row in json.loads(capsys.readouterr().out)}
     shared, alone = rows.values()
+    assert main(["compare", "--lengths", GROUP, "--planner", "greedy", "--planner", "seq1f1b", *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert "greedy: 12,000 of 19,700 tokens are in common with others and run once\nseq1f1b: every sequence runs whole" in said
     times = {name: (shared[name]["makespan_us"], alone[name]["makespan_us"]) for name in shared}
     ours, same = times.pop("greedy")
     assert ours < 0.6 * same

@@ -2,11 +2,13 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_epp.cost.blocks import HEAD, BlockCosts
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.features.trees.choice import divisible
 from megatron_epp.features.trees.readers import groups_of
@@ -18,6 +20,7 @@ from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.breakdown import peak_items
+from megatron_epp.planner.microbatches import plan_microbatches
 from megatron_epp.planner.result import plan_or_refuse
 from megatron_epp.planner.service.replica_balance import sequence_work
 from megatron_epp.tools.report.text import headline
@@ -204,3 +207,51 @@ def test_microbatches_share_inside_and_a_prefix_runs_again_in_each():
     asked = replace(problem(lengths, 2), borrowed=borrowed, microbatches=(0, 0, 1, 1))
     made = plan(asked, COSTS, Options(shares=True))
     assert sorted(made.chunks, key=str) == [chunk((0, 0, 700), (1, 399, 693)), chunk((2, 0, 700), (3, 399, 693))]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.booleans())
+def test_whole_microbatches_share_with_each_other_and_those_that_lend_run_first(seed, forward_only):
+    rng, prompts = random.Random(seed), {}
+    lengths, borrowed, count = [], [], rng.randint(2, 12)
+    for q in range(count):
+        group = rng.randrange(4)
+        tokens = 100 * (1 + group)
+        lengths.append(tokens + rng.randint(1, 300))
+        borrowed.append(Borrowed(prompts[group], tokens) if group in prompts else NOTHING_BORROWED)
+        prompts.setdefault(group, q)
+    ends = [*sorted(rng.sample(range(1, count), rng.randint(1, count - 1))), count]
+    microbatches = tuple(tuple(lengths[start:end]) for start, end in pairwise([0, *ends]))
+    shares = any(tokens for _, tokens in borrowed)
+    asked = replace(problem((), 2, forward_only=forward_only), borrowed=tuple(borrowed) if shares else ())
+    made, order = plan_microbatches(microbatches, asked, COSTS, Options(shares=True))
+    assert (check(made), second_simulator.faults(made)) == ([], [])
+    assert sorted(order) == [*range(len(microbatches))]
+    numbers = [number for number, each in enumerate(microbatches) for _ in each]
+    assert [{numbers[part.sequence] for part in own.segments} for own in made.chunks] == [{number} for number in order]
+    assert sum(own.num_tokens for own in made.chunks) == sum(lengths) - sum(tokens for _, tokens in borrowed)
+
+
+def test_logits_of_all_tokens_of_microbatches_take_memory_and_time_and_unread_ones_only_memory():
+    lengths, borrowed = groups(1, 6, 4000, 200)
+    microbatches, asked = tuple((length,) for length in lengths), replace(problem((), 2), borrowed=borrowed)
+    costs = replace(COSTS, stages=(COSTS.stages[0], with_head(COSTS.stages[1])))
+    unread = replace(asked, trained=tuple((length,) for length in lengths))
+    (read, _), (zeros, _) = (plan_microbatches(microbatches, each, costs, Options(shares=True)) for each in (asked, unread))
+    separate, _ = plan_microbatches(microbatches, replace(asked, borrowed=()), costs, Options())
+    assert read.borrowed == zeros.borrowed == borrowed
+    kept = [max(each.predicted.peak_bytes) - max(each.static_bytes) for each in (read, zeros)]
+    own_tokens = sum(lengths) - sum(tokens for _, tokens in borrowed)
+    assert kept[0] == kept[1] > 2 * HEAD_BYTES * own_tokens
+    assert 1.5 * zeros.predicted.makespan_us < read.predicted.makespan_us < separate.predicted.makespan_us
+
+
+HEAD_BYTES = 100_000.0
+
+
+def with_head(stage):
+    """Return a stage whose output layer keeps many bytes of a token, and takes as long as all its layers."""
+    line = stage.line("forward")
+    return replace(
+        stage, blocks=(*stage.blocks, BlockCosts(kind=HEAD, bytes_per_token=HEAD_BYTES, forward=line, backward=line))
+    )

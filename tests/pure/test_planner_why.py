@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.plan import UNLIMITED_BYTES, PlanError
+from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.why import changes, explain
@@ -30,7 +31,16 @@ def tight(placement: tuple[int, ...] = (0, 1, 2, 3), share: float = 0.6) -> Prob
     return asked(static + int(share * (max(free.predicted.peak_bytes) - static)), placement)
 
 
-@pytest.mark.parametrize("batch", [asked(), tight(), tight(V)], ids=["no cap", "a tight cap", "a V under a tight cap"])
+def begun(tokens: int) -> Problem:
+    """Return a batch whose second sequence begins with so many tokens of the first."""
+    return replace(asked(), borrowed=(NOTHING_BORROWED, Borrowed(0, tokens), *[NOTHING_BORROWED] * 6))
+
+
+CASES = {"no cap": asked(), "a tight cap": tight(), "a V under a tight cap": tight(V)}
+CASES |= {"sequences begin alike": begun(29000), "too little to share": begun(90)}
+
+
+@pytest.mark.parametrize("batch", CASES.values(), ids=CASES)
 def test_the_plan_is_the_planners_and_every_step_of_a_walk_is_told(batch: Problem):
     costs = pipeline(batch.num_stages)
     explanation = explain(batch, costs, Options())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.layout import hybrid_pattern
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.iteration.run_feature import RunFeature
-from megatron_epp.plan import Plan
+from megatron_epp.plan import Chunk, Plan
 from megatron_epp.plan.layout import layout_flag
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_epp.mcore.iteration.base_run import Run
 
 _BATCHES = 10
-"""Number of logged iterations whose lengths are taken as typical of the run. Not measured."""
+"""Number of logged iterations whose chunks are taken as typical of the run. Not measured."""
 
 
 def layer_hint(run: Run) -> LayerHint | None:
@@ -36,15 +37,15 @@ class LayerHint(RunFeature):
 
     def __init__(self, predictions: int) -> None:
         self._words = partial(layout_words, predictions)
-        self._seen: list[tuple[int, ...]] = []  # lengths of batches
+        self._seen: list[tuple[Chunk, ...]] = []  # of every batch
 
     def hint(self, plan: Plan, costs: PipelineCosts) -> str:
         if len(self._seen) == _BATCHES:
             return ""
-        self._seen.append(plan.lengths)
+        self._seen.append(plan.chunks)
         if len(self._seen) < _BATCHES:
             return ""
-        return advice(costs, plan.placement, [length for lengths in self._seen for length in lengths], self._words) or ""
+        return advice(costs, plan.placement, [*chain.from_iterable(self._seen)], self._words) or ""
 
 
 def layout_words(predictions: int, layers: Sequence[int]) -> str:

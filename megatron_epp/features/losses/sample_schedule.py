@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +15,11 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.data.batch import OF_TOKENS, GlobalBatch, InputColumns
+from megatron_epp.data.batch import OF_TOKENS, InputColumns
 from megatron_epp.data.iterator import PlannedBatches, samples_in
 from megatron_epp.data.samples import Samples, TokenSample, columns_of
 from megatron_epp.features import Asked, targets
+from megatron_epp.features.losses.sample_report import RankReport, SampleReport, by_sample
 from megatron_epp.features.losses.stage_loss import LossStage
 from megatron_epp.losses import Average, Loss, NextToken, Scope, load_loss
 from megatron_epp.losses.loss import checked_loss
@@ -32,9 +32,8 @@ from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
 from megatron_epp.mcore.model.replayed_routes import routed_layers, routing_of
 from megatron_epp.mcore.start.sliced_start import new_run
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.spans import refuse_forced_cuts
-from megatron_epp.runtime.attention.context_parallel import of_group
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job, raise_for
 
 logger = logging.getLogger(__name__)
@@ -51,28 +50,6 @@ _FIXED = {"epp_microbatches": "plan", "epp_latents": "off", "save": None, "load"
 
 _CHECKED_PARAMETERS = 8
 """Number of parameters whose gradients a call looks at before it adds to them."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleReport:
-    """Result of a call, the same on every rank.
-
-    Attributes:
-        means: the loss, and what it logs, by name: sums over the whole batch, divided as its average says.
-        divisor: number of tokens or sequences by which they are divided.
-        num_chunks: chunks of this replica's plan.
-        num_shared_tokens: tokens of this replica's samples that did not run, since another sample's are the same.
-        logprobs: of every sample, the log-probabilities of its labels, ``[tokens - 1]`` in fp32, 0 for those that are not
-            trained; empty if they were not wanted.
-        values: of every sample, the model's values of all its tokens, ``[tokens]`` in fp32; empty if they were not wanted.
-    """
-
-    means: Mapping[str, float]
-    divisor: float
-    num_chunks: int
-    logprobs: tuple[np.ndarray, ...] = ()
-    values: tuple[np.ndarray, ...] = ()
-    num_shared_tokens: int = 0
 
 
 class _Planned(NamedTuple):
@@ -174,18 +151,23 @@ class SampleSchedule:
                 return
             run.finish_gradients(models, num_tokens, None, False)
             if not is_only_call and scale != 1.0:
-                _scale_gradients(models, scale)
+                for gradient in _gradients(models):
+                    if gradient is not None:
+                        gradient.mul_(scale)
             if not self._unfinished.trains:
                 warn_and_clear_untrained(run, models, config, batch)
             self._unfinished = _Unfinished()
 
         problems = list[str]()
         loss, report = run_batch(run, models, batch, forward_only, finish, problems.append, reduces=last)
-        sums = None if stage is None or stage.loss_report is None else stage.loss_report.tolist()
+        own = None
+        if stage is not None and stage.loss_report is not None and mpu.get_tensor_model_parallel_rank() == 0:
+            own = RankReport(stage.loss_report.tolist(), by_sample(batch, values_of_chunks), problems)
         finish_batch(run, batch, loss, report, forward_only)
         if not (forward_only or last):
             self._unfinished.versions = _versions(models)
-        return self._report(batch, sums, values_of_chunks, problems, len(planned.dataset), wanted)
+        assert batch.plan is not None  # of `run_batch`
+        return self._report(batch.plan, own, len(planned.dataset) if wanted else 0)
 
     def close(self) -> None:
         for planned in self._ahead.values():
@@ -302,37 +284,18 @@ class SampleSchedule:
             return sum(any(counts[index] for index in group) for group in dataset.groups)
         return sum(count > 0 for count in counts)
 
-    def _report(
-        self,
-        batch: GlobalBatch,
-        sums: list[float] | None,
-        values_of_chunks: list[tuple[int, torch.Tensor]],
-        problems: list[str],
-        count: int,
-        wants: bool,
-    ) -> SampleReport:
-        """Exchange sums, log-probabilities and problems of the ranks with the loss.
+    def _report(self, plan: Plan, own: RankReport | None, count: int) -> SampleReport:
+        """Exchange what the ranks with the loss report, with log-probabilities of so many samples.
 
         Raises `EppError` on every rank, with gradients zeroed, if the loss of a token is not finite.
         """
-        assert batch.plan is not None
-        is_first = mpu.get_tensor_model_parallel_rank() == 0
-        logprobs = _by_sample(batch, values_of_chunks) if wants and is_first else {}
-        reports = from_each_of_job((sums, logprobs, problems) if sums is not None and is_first else None)
-        of_ranks = [report for report in reports if report is not None]
-        if problem := "; ".join(dict.fromkeys(text for _, _, texts in of_ranks for text in texts)):
+        of_ranks = [report for report in from_each_of_job(own) if report is not None]
+        if problem := "; ".join(dict.fromkeys(chain.from_iterable(report.problems for report in of_ranks))):
             for model in self._models:
                 getattr(model, "zero_grad_buffer", model.zero_grad)()
             self._unfinished = _Unfinished()
             raise EppError(f"{problem}. Gradients are zeroed; check where these values come from, or leave the token out")
-        total = np.sum([row for row, _, _ in of_ranks], axis=0)
-        divisor = float(total[1])
-        names = (self.loss.name, *self.loss.logged)
-        means = {name: float(value) / max(divisor, 1.0) for name, value in zip(names, (total[0], *total[2:]), strict=True)}
-        pieces = ([of_rank[at] for _, of_rank, _ in of_ranks if at in of_rank] for at in range(count if wants else 0))
-        joined = tuple(map(_joined, pieces))
-        of_each = ((), joined) if self._asks.has_values else (joined, ())
-        return SampleReport(means, divisor, len(batch.plan.chunks), of_each[0], of_each[1], batch.plan.num_shared_tokens)
+        return SampleReport.of(self.loss, plan, of_ranks, count)
 
 
 def _gradients(models: Sequence[torch.nn.Module]) -> list[torch.Tensor | None]:
@@ -345,49 +308,17 @@ def _versions(models: Sequence[torch.nn.Module]) -> tuple[int | None, ...]:
     return tuple(None if gradient is None else gradient._version for gradient in _gradients(models))
 
 
-def _scale_gradients(models: Sequence[Any], scale: float) -> None:
-    for model in models:
-        if hasattr(model, "scale_gradients"):
-            model.scale_gradients(scale)
-            continue
-        for parameter in model.parameters():  # a model without Megatron's wrapper
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-
-
 def _digest(samples: Sequence[TokenSample]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         by_name: tuple[Mapping[Any, np.ndarray], ...] = sample.columns, sample.inputs, sample.routes
-        columns = (values[name] for values in by_name for name in sorted(values))
-        digest.update(repr((sample.group, sample.spans)).encode())
-        none = np.ones(0)
-        masks = (none if values is None else values for values in (sample.trained, sample.positions))
-        for values in (sample.tokens, *masks, *columns):
-            digest.update(f"{values.shape}".encode())
+        of_names = (values[name] for values in by_name for name in sorted(values))
+        arrays = [sample.tokens, *(x for x in (sample.trained, sample.positions) if x is not None), *of_names]
+        absent = sample.trained is None, sample.positions is None
+        digest.update(repr((sample.group, sample.spans, absent, [x.shape for x in arrays])).encode())
+        for values in arrays:
             digest.update(np.ascontiguousarray(values).tobytes())
     return digest.digest()
-
-
-def _by_sample(batch: GlobalBatch, values_of_chunks: list[tuple[int, torch.Tensor]]) -> dict[int, list[tuple[int, np.ndarray]]]:
-    """Return this rank's log-probabilities by sample: the position of each piece's first label, and its values."""
-    assert batch.plan is not None
-    shared, by_sample = of_group(mpu.get_context_parallel_group()), dict[int, list[tuple[int, np.ndarray]]]()
-    layouts = batch.prepared.program.layouts
-    for chunk, values in values_of_chunks:
-        table, at = layouts[chunk].table, 0
-        for piece in table.part(shared.shard(table.num_tokens)):
-            if piece.sequence >= 0:
-                values_of = values[at : at + piece.num_tokens].float().cpu().numpy()
-                by_sample.setdefault(batch.indices[piece.sequence], []).append((piece.start, values_of))
-            at += piece.num_tokens
-    return by_sample
-
-
-def _joined(of_ranks: Sequence[Sequence[tuple[int, np.ndarray]]]) -> np.ndarray:
-    pieces = sorted((piece for of in of_ranks for piece in of), key=itemgetter(0))
-    borrowed = np.zeros(pieces[0][0], dtype=np.float32)  # tokens of another sample, none of which this one trains
-    return np.concatenate([borrowed, *(values for _, values in pieces)])
 
 
 def wrap_samples(
@@ -426,7 +357,6 @@ def wrap_samples(
                 f"{name} {', '.join(map(str, values))} are for a function of inputs, and there is none: pass inputs="
             )
     own = None if inputs is None else OwnInputs(inputs, tuple(input_columns), tuple(feature_layers))
-    if isinstance(loss, str):
-        return SampleSchedule(load_loss(loss), flags, own)
-    checked = NextToken() if loss is None else checked_loss(loss, f"loss {type(loss).__name__}")
+    loss = NextToken() if loss is None else loss
+    checked = load_loss(loss) if isinstance(loss, str) else checked_loss(loss, f"loss {type(loss).__name__}")
     return SampleSchedule(checked, flags, own)

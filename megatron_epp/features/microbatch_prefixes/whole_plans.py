@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from heapq import heappop, heappush
 
 from megatron_epp import planner
-from megatron_epp.cost.blocks import INPUT, BlockCosts
+from megatron_epp.cost.blocks import INPUT, StageCosts
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.features.trees.choice import faster
 from megatron_epp.plan import Chunk, Plan
@@ -19,47 +20,53 @@ the row's gradients."""
 
 def plan_whole(problem: Problem, costs: PipelineCosts, options: Options) -> Plan:
     """Return the faster plan: of prefixes in common that run once, or of microbatches by themselves."""
+    *others, last = costs.stages
     rows = _ROWS_KEPT * costs.hidden_bytes_per_token
-
-    def keeping(block: BlockCosts, more: float) -> BlockCosts:
-        """Return a block that keeps so much more, and keys and values in addition to what was measured without them."""
-        least = 0.0 if block.kv is None else block.kv.bytes_per_token + block.input_bytes_per_token
-        return replace(block, bytes_per_token=more * (block.kind == INPUT) + max(block.bytes_per_token, least))
-
-    more = [0.0] * (len(costs.stages) - 1) + [rows]
-    pairs = zip(costs.stages, more, strict=True)
-    kept = tuple(replace(stage, blocks=tuple(keeping(block, own) for block in stage.blocks)) for stage, own in pairs)
-    sharing = replace(costs, stages=kept)
+    stages = *(_with_bytes(stage, 0.0) for stage in others), _with_bytes(last, rows)
     # All of a microbatch's tokens pass the output layer, also those whose rows others have computed, unless none reads them.
     trained = problem.trained or tuple(
         (-(-(length**2) // (length - each.tokens)),) for length, each in zip(problem.lengths, problem.borrowed, strict=True)
     )
 
-    def made(asked: Problem) -> Plan:
+    def plan_of(asked: Problem) -> Plan:
         if not asked.borrowed:
             return planner.plan(asked, costs, options)
-        return planner.plan(replace(asked, trained=trained), sharing, replace(options, shares=True))
+        sharing = replace(asked, trained=trained), replace(costs, stages=stages), replace(options, shares=True)
+        return planner.plan(*sharing)
 
-    return faster(problem, costs, options, made)
+    return faster(problem, costs, options, plan_of)
+
+
+def _with_bytes(stage: StageCosts, more: float) -> StageCosts:
+    """Return a stage that keeps so many bytes of a token more, and keys and values besides what was measured without them."""
+    blocks = []
+    for block in stage.blocks:
+        least = 0.0 if block.kv is None else block.kv.bytes_per_token + block.input_bytes_per_token
+        size = max(block.bytes_per_token, least) + (more if block.kind == INPUT else 0.0)
+        blocks.append(replace(block, bytes_per_token=size))
+    return replace(stage, blocks=tuple(blocks))
 
 
 def lenders_first(chunks: Iterable[Chunk], problem: Problem) -> tuple[Chunk, ...]:
-    """Return microbatches in an order as near to the given one as their sequences' lenders allow, which run ahead of them.
+    """Return microbatches as near to a given order as their sequences' lenders allow, which run ahead of them.
 
     Every sequence borrows of one with a smaller number, so that there is such an order.
     """
     table = [*chunks]
     at = {segment.sequence: c for c, chunk in enumerate(table) for segment in chunk.segments}
-    arranged: dict[int, None] = {}
-
-    def put(c: int) -> None:
-        for segment in table[c].segments:
-            lender, tokens = problem.borrowed[segment.sequence]
-            if tokens and at[lender] != c and at[lender] not in arranged:
-                put(at[lender])
-        arranged[c] = None
-
-    for c in range(len(table)):
-        if c not in arranged:
-            put(c)
-    return tuple(table[c] for c in arranged)
+    lenders = [
+        {at[problem.borrowed[q].sequence] for q, first, _ in chunk.segments if first} - {c} for c, chunk in enumerate(table)
+    ]
+    borrowers, arranged = [list[int]() for _ in table], list[Chunk]()
+    for c, own in enumerate(lenders):
+        for lender in own:
+            borrowers[lender].append(c)
+    ready = [c for c, own in enumerate(lenders) if not own]
+    while ready:
+        c = heappop(ready)
+        arranged.append(table[c])
+        for borrower in borrowers[c]:
+            lenders[borrower].remove(c)
+            if not lenders[borrower]:
+                heappush(ready, borrower)
+    return tuple(arranged)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 
+from megatron_epp.features.trees.obstacles import obstacle_of
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed, path_of
-from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.errors import EppError, Remedy
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.problem import Lengths, connected
 from megatron_epp.plan.reading import MOST_SIZE, brief, nearest_number, parse_json
-
-logger = logging.getLogger(__name__)
 
 _KEYS = ("tokens", "parent", "shared")
 _WORD = re.compile(r"(\d{1,10})(?:@(\d{1,10}):(\d{1,10}))?")
@@ -53,8 +52,8 @@ def part(batch: Lengths, start: int, end: int) -> Lengths:
     own = list[Borrowed]()
     for q, (parent, shared) in enumerate(batch.borrowed[start:end], start):
         if shared and not start <= parent < end:
-            todo = "batches are of --batch-size sequences, in the order of the file"
-            raise EppError(f"sequence {q} has its parent, sequence {parent}, in another batch ({start} to {end - 1}): {todo}")
+            todo = "put sequences of a tree next to each other, and end batches between trees"
+            raise EppError(f"sequence {q} is in a batch of {start} to {end - 1}, and its parent, {parent}, is not: {todo}")
         own.append(Borrowed(parent - start, shared) if shared else NOTHING_BORROWED)
     return _batch(batch.lengths[start:end], own)
 
@@ -81,21 +80,16 @@ def whole(batch: Lengths, context: int, documents: str) -> Lengths:
     if documents == "stream":
         raise EppError("--documents stream joins documents, and sequences with parents stay as they are: leave it out")
     if (longest := max(batch.lengths)) > context:
-        has = f"sequence {batch.lengths.index(longest)} has {longest:,} tokens"
-        raise EppError(f"{has}, and sequences with parents are not cut: give --context {longest}, or leave it out")
+        has = f"sequence {batch.lengths.index(longest)} has {longest:,} tokens, more than {context:,}"
+        raise EppError(f"{has}, and none is cut where some have parents", Remedy("raise", "context", longest))
     return batch
 
 
-def as_trained(batch: Lengths, flags: Mapping[str, Any]) -> Lengths:
-    """Return the batch, without parents where the flags are of a model that trains every sequence by itself
-    (`sharing.obstacle`), which is logged.
-    """
-    reasons = {"experts": "num_experts", "FP8": "fp8", "FP4": "fp4", "multi-token prediction": "mtp_num_layers"}
-    reasons |= {"dropout": "hidden_dropout", "dropout of attention": "attention_dropout"}
-    if what := next((what for what, flag in reasons.items() if flags.get(flag)), ""):
-        logger.warning("a model with %s trains every sequence by itself: tokens in common are counted for each", what)
-        return Lengths(batch.lengths)
-    return batch
+def as_trained(batches: Sequence[Lengths], flags: Mapping[str, Any]) -> tuple[list[Lengths], str]:
+    """Return batches, and nothing to say; or without parents, and why, if flags are of a model that does not share prefixes."""
+    if not (reason := obstacle_of(flags.get) if any(batch.borrowed for batch in batches) else ""):
+        return [*batches], ""
+    return [Lengths(batch.lengths) for batch in batches], f"parents are left out, as the model has {reason}"
 
 
 def _batch(lengths: Sequence[int], borrowed: Sequence[Borrowed]) -> Lengths:
@@ -107,7 +101,7 @@ def _words(text: str, has_lines: bool) -> Iterator[tuple[int, Borrowed]]:
         for word in line.replace(",", " ").split():
             if (match := _WORD.fullmatch(word)) is None or not 0 < int(match[1]) <= MOST_SIZE:
                 where = f"line {number}: " * has_lines
-                form = "a number of tokens (a whole number, 1 to 2,147,483,647), or of tokens@parent:shared"
+                form = "a number of tokens (a whole number, 1 to 2,147,483,647), or tokens@parent:shared, as 5500@0:2000"
                 raise EppError(f"{where}{brief(word)} is not {form}{nearest_number(word)}")
             yield int(match[1]), Borrowed(int(match[2]), int(match[3])) if match[2] else NOTHING_BORROWED
 
@@ -128,27 +122,21 @@ def _objects(text: str) -> Iterator[tuple[int, Borrowed]]:
 
 def _check(lengths: Sequence[int], parents: Sequence[Borrowed]) -> None:
     """Raise `EppError` unless parents are other sequences with the tokens that are shared, and none descends from itself."""
-    rooted = set[int]()
     for q, named in enumerate(parents):
         if named == NOTHING_BORROWED:
             continue
         (parent, shared), what = named, f"sequence {q} of {lengths[q]:,} tokens"
         if not 0 <= parent < len(lengths):
-            raise EppError(f"{what} names parent {parent}: there are sequences 0 to {len(lengths) - 1}")
+            raise EppError(f"{what} names parent {parent}: there are sequences 0 to {len(lengths) - 1}, in their order")
         if parent == q:
             raise EppError(f"{what} names itself as its parent")
         if not 0 < shared < lengths[q]:
-            raise EppError(
-                f"{what} shares {shared:,} with its parent, sequence {parent}: 1 to {lengths[q] - 1:,} can be shared"
-            )
+            most = f"1 to {lengths[q] - 1:,} can be, as it has a token of its own"
+            raise EppError(f"{what} shares {shared:,} with its parent, sequence {parent}: {most}")
         if shared > lengths[parent]:
             raise EppError(f"{what} shares {shared:,} with its parent, sequence {parent}, which has {lengths[parent]:,}")
-    for q in range(len(lengths)):
-        line = dict[int, None]()
-        while q not in rooted and parents[q].tokens:
-            if q in line:
-                circle = [*line][[*line].index(q) :]
-                raise EppError(f"sequences {', '.join(map(str, circle[:8]))} are parents of each other, in a circle")
-            line[q] = None
-            q = parents[q].sequence
-        rooted.update(line)
+    try:
+        TopologicalSorter({q: [parent] for q, (parent, shared) in enumerate(parents) if shared}).prepare()
+    except CycleError as error:
+        circle = ", ".join(map(str, error.args[1][1:9]))
+        raise EppError(f"sequences {circle} are parents of each other, in a circle") from None

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_epp.data.batch import InputColumns, LossColumns
 from megatron_epp.data.samples import columns_of
 from megatron_epp.features.trees.batch_prefixes import borrowed_of
+from megatron_epp.features.trees.obstacles import obstacle_of
 from megatron_epp.losses import NextToken
 from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
@@ -16,17 +17,13 @@ from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job
 
 def obstacle(models: Sequence[Any], planner: str, asks: LossColumns, of_inputs: InputColumns) -> str:
     """Return why language models, this rank's chunks of one, run every sample by itself; empty if they may share prefixes."""
-    config = models[0].config
     reasons = {
-        "experts, whose losses and capacity count a token once for every sample": config.num_moe_experts,
-        "dropout, which is another for every sample": config.hidden_dropout or config.attention_dropout,
-        "FP8 or FP4, whose scales follow all tokens": config.fp8 or getattr(config, "fp4", None),
-        "multi-token prediction": config.mtp_num_layers,
         "inputs of a function": of_inputs.names is not None or of_inputs.axes > 1 or of_inputs.routing is not None,
         "values of every token": asks.has_values,
         f"planner {planner}": planner != "greedy",
     }
-    return next((reason for reason, is_there in reasons.items() if is_there), "")
+    of_model = obstacle_of(lambda name: getattr(models[0].config, name, None))
+    return of_model or next((reason for reason, is_there in reasons.items() if is_there), "")
 
 
 def share(run: SlicedRun) -> None:

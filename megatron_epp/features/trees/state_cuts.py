@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.chunk import Borrowed, path_of
 
-type Cut = tuple[int, int]
-"""A sequence, and its first token behind the cut, as in `runtime.handover`, which needs torch."""
+if TYPE_CHECKING:
+    from megatron_epp.runtime.handover import Cut  # a planner imports no torch
 
 
 class Part(NamedTuple):

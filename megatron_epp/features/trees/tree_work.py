@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_epp.cost.work import ChunkWork, IntColumn, Sizes, TimeColumn, work_of
 from megatron_epp.features.trees.common_rows import common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
-from megatron_epp.features.trees.state_cuts import Cut, Part, cut_chunks
+from megatron_epp.features.trees.state_cuts import Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.problem import Problem
 from megatron_epp.planner.order import descending
+
+if TYPE_CHECKING:
+    from megatron_epp.runtime.handover import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,7 @@ class TreeWork(ChunkWork):
     first_backward: IntColumn
     is_read: IntColumn  # 1 for segments that others read
     repeated: IntColumn
+    is_whole: bool  # chunks are whole microbatches, which have logits of all tokens of their sequences
     # Of the states of a chunk the tokens ahead, and how often they are kept, ``[2, state, chunk]``, 0 where there is none; and
     # the number of its parts that begin with a state. A function, since few models have any.
     states: Callable[[], tuple[IntColumn, IntColumn]]
@@ -44,6 +48,10 @@ class TreeWork(ChunkWork):
     @property
     def gathered_tokens(self) -> IntColumn:
         return np.asarray(self.prefix_tokens + self.tokens - self.repeated)
+
+    @property
+    def outputs_per_token(self) -> TimeColumn | float:
+        return (self.prefix_tokens + self.tokens) / self.tokens if self.is_whole else 1.0
 
     @property
     def repeated_tokens(self) -> IntColumn:
@@ -116,6 +124,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     return TreeWork(
         **columns,
         segments=segments,
+        is_whole=isinstance(batch, Problem) and bool(batch.microbatches),
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         states=cache(partial(_states_of, chunks, batch.borrowed)),

@@ -23,7 +23,7 @@ Shapes = tuple[Microbatch, ...]
 
 
 class Prefixes(NamedTuple):
-    """What sequences of an iteration begin with in common."""
+    """Tokens that sequences of an iteration begin with in common."""
 
     borrowed: tuple[Borrowed, ...] = ()  # of the sequences of all microbatches in a row; empty for nothing
     unread: bool = False  # no loss reads the logits of a token whose rows its sequence borrows
@@ -87,9 +87,9 @@ def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
     for sent, _ in ranks:
         num_bytes[sent.position] = max(sent.num_bytes, num_bytes.get(sent.position, 0))
     every = tuple(num_bytes[position] for position in sorted(num_bytes))
-    found = {sent.prefixes for sent, _ in ranks if sent.shapes is not None or sent.prefixes is None}
-    prefixes = found.pop() if len(found) == 1 else None
-    return AgreedShapes(of_all, every, () if own == of_all else own, prefixes or Prefixes())
+    prefixes = {sent.prefixes for sent, _ in ranks if sent.shapes is not None or sent.prefixes is None}
+    agreed = (prefixes.pop() if len(prefixes) == 1 else None) or Prefixes()
+    return AgreedShapes(of_all, every, () if own == of_all else own, agreed)
 
 
 def _largest(shapes: Shapes) -> Microbatch:

@@ -137,7 +137,7 @@ class MicrobatchRun(Run):
         self._plans: dict[_Key, MicrobatchPlan] = {}
         self._measured: AgreedShapes | None = None
         """Microbatches of the last training iteration that was recorded for costs."""
-        self._last: tuple[_Key, MicrobatchPlan | None] | None = None
+        self._last: tuple[tuple[Shapes, bool], MicrobatchPlan | None] | None = None
 
     @property
     def raised_by_all(self) -> type[Exception] | tuple[type[Exception], ...]:
@@ -148,7 +148,12 @@ class MicrobatchRun(Run):
         """Return what all ranks with the same plan know of an iteration's microbatches (`LocalShapes`), `items` of each of this
         rank's chunks. A collective call.
         """
-        prefixes = self.find_prefixes(shapes, items) if self.learning.is_done else None
+        prefixes = None
+        try:
+            if self.learning.is_done:  # costs are learnt from what stock would run
+                prefixes = self.find_prefixes(shapes, items)
+        except Exception as error:  # alone, it would leave other ranks waiting
+            problem = problem or str(error)
         local = LocalShapes(shapes, problem, self.rank, num_bytes, self.replica, prefixes)
         return agree_on_shapes(local, self.links.control)
 
@@ -157,7 +162,7 @@ class MicrobatchRun(Run):
 
         An iteration that Megatron's rerun machine repeats has the plan of the first time, whatever was learnt from that.
         """
-        key = agreed, forward_only
+        key = agreed.here, forward_only
         if self._last is None or self._last[0] != key or not is_replay():
             self._last = key, self.planned(agreed, forward_only)
         return self._last[1]
@@ -246,10 +251,6 @@ class MicrobatchRun(Run):
         assert self.process is not None  # this rank plans
         problem: Problem = replace(self.problem, forward_only=forward_only)
         asked = _lengths_of(agreed.shapes), problem, self._with_microbatches(self.costs, agreed), self.options
-        borrowed, unread = agreed.prefixes
-        # Of its own tokens alone: a sequence's are spread evenly over all that it has.
-        trained = tuple((length,) for each in asked[0] for length in each) if unread else ()
-        sharing = asked[0], replace(problem, borrowed=borrowed, trained=trained), *asked[2:]
         in_order = self.args.epp_order == GIVEN
         as_given = "plan_in_order_as_given" if in_order else _AS_GIVEN
         if not self.learning.is_done:
@@ -257,7 +258,10 @@ class MicrobatchRun(Run):
         try:
             if in_order:
                 return self.process.plan_microbatches("plan_in_order", *asked)
-            return self.process.plan_microbatches("plan_microbatches", *sharing)
+            # Of each chunk its own tokens: those that nothing reads take no time behind the layers.
+            trained = tuple((length,) for each in asked[0] for length in each) if agreed.prefixes.unread else ()
+            sharing = replace(problem, borrowed=agreed.prefixes.borrowed, trained=trained)
+            return self.process.plan_microbatches("plan_microbatches", asked[0], sharing, *asked[2:])
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))
             return self.process.plan_microbatches(as_given, *asked)

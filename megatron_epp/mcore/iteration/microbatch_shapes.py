@@ -82,9 +82,6 @@ def _once(item: Any, index: int) -> Iterator[Any]:
     raise EppError(f"the forward step takes a second item for microbatch {index}; a plan needs one that takes a single item")
 
 
-_KNOWN = ("total_lengths", "response_lengths", "tokens")
-
-
 class ByOffset(Microbatches):
     """Microbatches of an iterator with random access: ``get_next(keys)`` reads the one at ``offset`` and advances the offset.
     The caller holds them whether or not they are taken, so they have no bytes here.
@@ -92,7 +89,7 @@ class ByOffset(Microbatches):
 
     def __init__(self, iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> None:
         self._iterator, self._count, self._first, self._shape_of = iterator, count, iterator.offset, shape_of
-        self.items = [self.at(index).get_next([*_KNOWN]) for index in range(count)]
+        self.items = [self.at(index).get_next(["total_lengths", "response_lengths", "tokens"]) for index in range(count)]
 
     def shapes(self) -> tuple[Microbatch, ...]:
         return tuple(map(self._shape_of, self.items))

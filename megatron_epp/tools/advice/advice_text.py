@@ -139,8 +139,7 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
     cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {format_gib(question.cap_bytes)} each"
     nodes = f", nodes of {node}" if question.devices > node else ""
     devices = f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}"
-    shared = f" ({_shared_tokens(question):,} of them in common with others)" * bool(question.borrowed)
-    batch = f"A batch of {len(lengths):,} sequences, {question.tokens:,} tokens{shared}, of up to {max(lengths):,} tokens"
+    batch = f"A batch of {len(lengths):,} sequences, {question.tokens_text}, of up to {max(lengths):,} tokens"
     products = f"in FP8 ({name})" if (name := recipe_of(question.flags)) else "in the type of the weights, not in FP8"
     others = [(entry.config.name, why_slower(question, entry, best)) for entry in (*advice.best[1:], *advice.slower)]
     unfit = [(misfit.name, misfit.why) for misfit in advice.refused if misfit.config is not None]
@@ -159,10 +158,6 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
         more = [f"  and {len(lines) - len(shown)} more (--all lists them)"] * (len(lines) > len(shown))
         parts += ["\n".join([title, *(f"  {name}: {why}" for name, why in shown), *more])] * bool(lines)
     return "\n\n".join(parts)
-
-
-def _shared_tokens(question: Question) -> int:
-    return sum(count for _, count in question.borrowed)
 
 
 def _wrapped(text: str) -> str:
@@ -259,7 +254,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "context": question.context,
         "sequences": len(question.lengths),
         "tokens": question.tokens,
-        "shared_tokens": _shared_tokens(question),
+        "shared_tokens": question.shared_tokens,
         "best": [*map(row, advice.best)],
         "slower": [*map(row, advice.slower)],
         "refused": [{"name": misfit.name, "why": misfit.why, "needed_bytes": misfit.needed_bytes} for misfit in advice.refused],

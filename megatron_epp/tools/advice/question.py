@@ -143,6 +143,14 @@ class Question:
         return sum(self.lengths)
 
     @property
+    def shared_tokens(self) -> int:
+        return sum(count for _, count in self.borrowed)
+
+    @property
+    def tokens_text(self) -> str:
+        return f"{self.tokens:,} tokens" + f" ({self.shared_tokens:,} of them in common with others)" * bool(self.borrowed)
+
+    @property
     def trained_share(self) -> float:
         return float(self.flags.get(TRAINED_SHARE, 1.0))
 

@@ -19,7 +19,7 @@ from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import AUTO, flag_words
-from megatron_epp.plan.reading import brief, naming_file, whole
+from megatron_epp.plan.reading import brief, brief_text, naming_file, whole
 from megatron_epp.plan.units import format_bytes
 from megatron_epp.plan.writing import write_text
 from megatron_epp.plan.yaml_files import find, shipped
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         is_shipped, plain = args.model in shipped("models") and not Path(args.model).is_file(), advice_text.without_sizes
         model = args.model if is_shipped and plain(load_flags(args.model)) == plain(question.flags) else None
-        write_text(args.output, advice_text.recipe_text(question, best.config, model, f"--lengths {args.lengths}"))
+        write_text(args.output, advice_text.recipe_text(question, best.config, model, f"--lengths {brief_text(args.lengths)}"))
     return 0
 
 
@@ -158,7 +158,7 @@ def plan_flags(args: argparse.Namespace, question: Question, best: Judged) -> li
 def question_of(args: argparse.Namespace) -> Question:
     cluster = planning_flags.cluster_of(args)
     assert cluster is not None  # there is a default
-    sample = planning_flags.as_trained(args, sampled(args.lengths, args, args.global_batch_size))
+    (sample,) = planning_flags.as_trained(args, sampled(args.lengths, args, args.global_batch_size))
     context, batch = args.context or max(sample.lengths), drawn(sample, args.global_batch_size, args.seed)
     flags = flags_of(args)
     with of_model(args):

@@ -20,6 +20,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.plan_figures import recompute_share
 from megatron_epp.plan.problem import Lengths
+from megatron_epp.plan.reading import brief_text
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.planner.chunks.chunker import round_up
 from megatron_epp.tools.advice.causes import PLANNER, STAGES_PER_RANK, Gain, Stock, StockChoices, stock_text, without_shards
@@ -90,15 +91,15 @@ type StockGain = tuple[Stock | None, Gain] | None
 
 def run(args: argparse.Namespace) -> int:
     """Compare all planners on all batches. Raises `EppError` if the arguments make no sense, or matplotlib is missing."""
-    asked = [(name, as_trained(args, sequences)) for name, sequences in batches_of(args)]
+    of_names, asked = zip(*batches_of(args), strict=True)
     if args.output and len(asked) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(asked)}: give --lengths once")
     names = list(dict.fromkeys(sorted(PLANNERS) if ALL in (args.planner or ()) else args.planner or usual()))
     planning_flags.tell_sharing(args)
-    typical = [sequences for _, sequences in asked]
+    typical = as_trained(args, *asked)
     settle_latents(args, typical, names)
     chosen, longest = chosen_layout(args, typical, names), max(max(sequences.lengths) for sequences in typical)
-    batches = [Batch(args, name, sequences, longest, chosen) for name, sequences in asked]
+    batches = [Batch(args, name, sequences, longest, chosen) for name, sequences in zip(of_names, typical, strict=True)]
     of_all = f"of {len(names) * len(batches)} plans, each with its best size"
     with progress("planning", lambda: f"{sum(len(each.entries) for each in batches)} {of_all}"):
         for batch in batches:
@@ -205,7 +206,7 @@ def _gain(batch: Batch) -> StockGain:
 
 def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
     lengths, entries = batch.sequences.lengths, batch.entries
-    lines = [f"{batch.name}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
+    lines = [f"{brief_text(batch.name)}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
     sizes = ("own" if entry.size is None else f"{entry.size:,}" for entry in entries)
     lines.append(comparison([(entry.planner, entry.plan, size) for entry, size in zip(entries, sizes, strict=True)]))
     lines.append("size: most tokens of a chunk or row, the fastest of those tried; own: the planner chooses, or has no limit")
@@ -216,8 +217,12 @@ def _text(batch: Batch, gain: StockGain, titled: bool) -> str:
     ):
         names = [entry.planner for entry in entries if entry.plan and getattr(PLANNERS.entry(entry.planner), is_so, False)]
         lines += [f"{what} {', '.join(names)}; with {flag}"] * bool(names)
-    shared = {entry.planner: entry.plan.num_shared_tokens for entry in entries if entry.plan}
-    lines += [f"{name}: {count:,} tokens in common run once" for name, count in shared.items() if count]
+    if batch.sequences.borrowed:
+        shared = {entry.planner: entry.plan.num_shared_tokens for entry in entries if entry.plan}
+        once = f"of {sum(lengths):,} tokens are in common with others and run once"
+        lines += [f"{name}: {count:,} {once}" for name, count in shared.items() if count]
+        alone = ", ".join(name for name, count in shared.items() if not count)
+        lines += [f"{alone}: every sequence runs whole"] * bool(alone)
     lines += [f"{entry.planner}: {entry.note}" for entry in entries if entry.note]
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     if gain is not None:

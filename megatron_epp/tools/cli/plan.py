@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output and Path(args.output).suffix.lower() in (*terminal.PICTURES, terminal.PAGE):
         drawn = "--memory-out draws its memory, `megatron-epp show` its times"
         raise EppError(f"{args.output}: a plan is written as JSON; {drawn}")
-    batch = planning_flags.as_trained(args, lengths_of(args))
+    (batch,) = planning_flags.as_trained(args, lengths_of(args))
     planning_flags.tell_sharing(args)
     settle_latents(args, [batch])
     chosen = chosen_for(args, batch)
@@ -188,6 +188,9 @@ def run(args: argparse.Namespace) -> int:
         refusal = error.text(names_of(args.parser))
         caps = tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)
         best, lines_why = _planned(replace(problem, cap_bytes=caps), costs, args)
+    if batch.borrowed and not best.borrowed:
+        reason = "sharing them would not pay" if args.planner == "greedy" else f"planner {args.planner} shares none"
+        tell(f"{PROGRAM}: tokens in common run for every sequence: {reason}")
     if args.output and refusal:  # the plan shown is of a larger cap
         tell(f"{args.output} is not written: nothing fits the cap")
     elif args.output:
@@ -205,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
         tell(f"{PROGRAM}: a peak of {format_bytes(peak)} {todo}")
     for lines in filter(None, (lines_why, chosen.lines(args))):
         say("\n" + "\n".join(lines))
-    hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layout balanced")
+    hint = advice(costs, best.placement, best.chunks, lambda _: "--layout balanced")
     if hint and args.layout not in (None, BALANCED, AUTO) and not planning_flags.has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0

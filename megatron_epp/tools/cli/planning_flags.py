@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron_epp.cost.casts import recipe_of
@@ -22,7 +23,7 @@ from megatron_epp.plan.problem import Lengths
 from megatron_epp.plan.reading import naming_file
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.validation import check_amounts
-from megatron_epp.tools.cli.lengths import add_batch, of_parents
+from megatron_epp.tools.cli.lengths import PARENTS, add_batch
 from megatron_epp.tools.cli.terminal import PROGRAM, Parser, tell
 from megatron_epp.tools.formulas import Profile, Rates, analytic_profile, library
 from megatron_epp.tools.formulas.analytic import profile_for
@@ -121,9 +122,13 @@ def token_multiple(args: argparse.Namespace) -> int:
         return library.token_multiple_of(flags_of(args))
 
 
-def as_trained(args: argparse.Namespace, batch: Lengths) -> Lengths:
-    """Return a batch without its parents where the model trains every sequence by itself, which is told."""
-    return of_parents("as_trained", batch, flags_of(args)) if batch.borrowed else batch
+def as_trained(args: argparse.Namespace, *batches: Lengths) -> list[Lengths]:
+    """Return batches, without parents where the model runs every sequence by itself, which is told."""
+    trained: list[Lengths]
+    trained, note = resolve_name(f"{PARENTS}as_trained")(batches, flags_of(args))
+    if note:
+        tell(f"{PROGRAM}: {note}")
+    return trained
 
 
 def problem_of(args: argparse.Namespace, batch: Lengths, placement: Placement) -> Problem:

@@ -67,14 +67,16 @@ def calibration(plan: Plan) -> str:
 def headline(plan: Plan) -> list[str]:
     kinds = Counter(chunk.kind(plan.lengths) for chunk in plan.chunks)
     cut = ", ".join(f"{kinds[kind]} {kind}" for kind in _KINDS if kinds[kind])
-    predicted, shared = plan.predicted, f" and {plan.num_shared_tokens:,} shared" * bool(plan.num_shared_tokens)
+    predicted, tokens = plan.predicted, f"{sum(plan.lengths):,} in all"
+    if shared := plan.num_shared_tokens:
+        tokens += f", of which {plan.num_tokens:,} run ({shared:,} are in common with others)"
     peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True), key=lambda pair: pair[0] / max(pair[1], 1))
     above = predicted.makespan_us / predicted.lower_bound_us - 1 if predicted.lower_bound_us else 0.0
     mode, layers = ", forward only" * plan.forward_only, sum(plan.num_layers)
     return [
         f"plan {digest(plan)[:12]}: planner {printable(plan.planner)}, costs {printable(plan.costs)}, "
         f"{plan.num_stages} stages on {plan.num_ranks} ranks, {layers} layers{mode}",
-        f"{batch_text(plan)}, {plan.num_tokens:,} in all{shared}, in {len(plan.chunks)} chunks ({cut})",
+        f"{batch_text(plan)}, {tokens}, in {len(plan.chunks)} chunks ({cut})",
         f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
         f"bubble {predicted.bubble_fraction:.1%}, recompute {recompute_share(plan):.1%}, "
         f"peak {format_bytes(peak, cap)} of {format_cap(cap, peak)}",
@@ -107,14 +109,20 @@ def _memory_savings(plan: Plan) -> list[str]:
 
 
 def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) -> list[str]:
-    """Table with a line per chunk; a slice prints as ``sequence[start:end]``, a whole sequence as its number, behind ``<`` its
-    lender.
+    """Table with a line per chunk; a slice prints as ``sequence[start:end]``, a whole sequence as its number.
+
+    Where it begins like another one, that follows behind ``<``, which a line below the table explains.
     """
     shown = plan.chunks if max_rows is None else plan.chunks[:max_rows]
     rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _by_part(plan, c)] for c, k in enumerate(shown)]
     lines = [clip(line, width) for line in table(("chunk", "kind", "tokens", "segments"), rows, left=(1, 3))]
     if len(shown) < len(plan.chunks):
         lines.append(f"  ... and {len(plan.chunks) - len(shown)} more chunks")
+    sharing = (part for chunk in shown for part in chunk.segments if plan.borrowed and plan.borrowed[part.sequence].tokens)
+    if (part := next(sharing, None)) is not None:
+        other, shared = plan.borrowed[part.sequence]
+        says = f"the first {shared:,} tokens of sequence {part.sequence} are those of sequence {other}, and run once"
+        lines.append(f"  {_segments([part], plan)}: {says}")
     return lines
 
 

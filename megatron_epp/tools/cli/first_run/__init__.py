@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.launch.machine import count_gpus, machine
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.reading import nearest
@@ -127,8 +128,8 @@ def _done(step: MachineCheck, setting: Setting) -> Outcome:
         with quietly():
             outcome = step.run(setting)
     except Exception as error:  # whatever a broken installation or device raises; the report is for finding out
-        name = "" if isinstance(error, EppError) else f"{type(error).__name__}: "
-        outcome = Outcome(FAILED, (f"{name}{error}",), step.on_failure)
+        text = error.text(TRAINING) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
+        outcome = Outcome(FAILED, (text,), step.on_failure)
     if setting.num_gpus:
         import torch
 
@@ -170,7 +171,7 @@ def _example_launch(model: str | None, is_reduced: bool) -> list[str]:
     sizes |= {"seq_length": 32768, "global_batch_size": 64}
     if is_reduced:
         sizes = {"pipeline_model_parallel_size": 2, "seq_length": 4096, "global_batch_size": 16}
-    flags = load_flags(model or ("tiny-gpt" if is_reduced else "llama3-8b")) | sizes
+    flags = {"hidden_dropout": 0.0} | load_flags(model or ("tiny-gpt" if is_reduced else "llama3-8b")) | sizes
     return ["torchrun", "--nproc-per-node", "2" if is_reduced else "8", "pretrain_gpt.py", *flag_words(flags)]
 
 

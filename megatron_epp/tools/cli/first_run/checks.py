@@ -6,8 +6,10 @@ import argparse
 import math
 import os
 from dataclasses import asdict, replace
+from pkgutil import resolve_name
 
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import brief_text
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.planner import Options
 from megatron_epp.tools.advice.causes import Stock
@@ -16,7 +18,7 @@ from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.cli.doctor import PROBLEM, WARNING, look
 from megatron_epp.tools.cli.doctor import text as doctor_text
 from megatron_epp.tools.cli.first_run.launch import PASSED, SKIPPED, Outcome, Setting, StockLaunch
-from megatron_epp.tools.cli.lengths import limited, read_lengths
+from megatron_epp.tools.cli.lengths import PARENTS, limited, of_parents, read_lengths
 from megatron_epp.tools.cli.planning_flags import cap_of
 from megatron_epp.tools.cli.terminal import progress
 from megatron_epp.tools.report.text import format_us, table
@@ -68,13 +70,16 @@ def links(setting: Setting) -> Outcome:
     return Outcome.judged(not wrong, lines, todo, figures)
 
 
-def question_of(setting: Setting) -> Question:
-    launch = setting.launch
-    batch = int(launch.flags.get("global_batch_size") or 1)
-    drawn = read_lengths(setting.lengths_from, batch)
-    lengths = limited(drawn, argparse.Namespace(context=launch.context, documents="split")).lengths
-    asked = launch.devices, cap_of(None, setting.cluster), lengths[:batch], launch.context
-    return Question(launch.flags, setting.cluster, *asked, options=Options(context=launch.context))
+def question_of(setting: Setting) -> tuple[Question, str]:
+    """Return the user's batch at their sizes, and why parents of its lengths are left out; empty if they are not."""
+    launch, source = setting.launch, setting.lengths_from
+    size = int(launch.flags.get("global_batch_size") or 1)
+    read = limited(read_lengths(source, size), argparse.Namespace(context=launch.context, documents="split"), source)
+    flags = launch.flags | {"attention_dropout": 0.0}  # as the changed command has it
+    (batch,), note = resolve_name(f"{PARENTS}as_trained")([of_parents("part", read, 0, size)], flags)
+    asked = launch.devices, cap_of(None, setting.cluster), batch.lengths, launch.context
+    options = Options(context=launch.context)
+    return Question(launch.flags, setting.cluster, *asked, options=options, borrowed=batch.borrowed), note
 
 
 def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
@@ -89,7 +94,7 @@ def configuration_of(question: Question, launch: StockLaunch) -> Configuration:
 
 def gain(setting: Setting) -> Outcome:
     """Plan the user's lengths, compare, and end with the lines to change. Raises `InfeasibleError` if no plan fits."""
-    question = question_of(setting)
+    question, note = question_of(setting)
     config = configuration_of(question, setting.launch)
     with progress("planning"):
         *_, stock = choices_of(question, config, shares_by_work(question, config)).steps(even_only=True)
@@ -100,8 +105,9 @@ def gain(setting: Setting) -> Outcome:
     said = f"gain: {speedup:.2f}x at your sizes{even}; `megatron-epp advise` tries others"
     said = "your sizes do not fit with Megatron's own schedule; with plans they do" if stock is None else said
     lines = [
-        f"{len(question.lengths):,} sequences of {setting.lengths_from}, {question.tokens:,} tokens, the longest "
+        f"{len(question.lengths):,} sequences of {brief_text(setting.lengths_from)}, {question.tokens_text}, the longest "
         f"{max(question.lengths):,}; {config.name}; costs by formula for {setting.cluster.name}",
+        *[note] * bool(note),
         *_rows(question, stock, elastic),
         said,
         *[f"not subtracted: {_NOT_SUBTRACTED}"] * bool(refused),

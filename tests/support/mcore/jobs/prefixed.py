@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_epp
-from scripts.demo_rl.engine import _packed_attention
+from megatron_epp.runtime.autograd.saved import SavedTensors
+from scripts.demo_rl.engine import packed_attention
 from tests.support.mcore.jobs.frameworks import Loop, apart, begin, megatrons_schedule, with_fixed_times
 
 VOCABULARY = 64
@@ -35,7 +36,7 @@ def sequences(groups: int, size: int, is_even: bool = False, seed: int = 3) -> l
     return [found[at] for at in order]
 
 
-def packed(tokens: Sequence[Tensor], per_microbatch: int) -> list[dict[str, Tensor]]:
+def packed(tokens: Sequence[Tensor], per_microbatch: int) -> list[dict[str, Any]]:
     """Pack sequences into microbatches of so many each."""
     batches = []
     for at in range(0, len(tokens), per_microbatch):
@@ -45,11 +46,11 @@ def packed(tokens: Sequence[Tensor], per_microbatch: int) -> list[dict[str, Tens
     return batches
 
 
-def unread_of(batch: dict[str, Tensor]) -> list[int]:
+def unread_of(batch: dict[str, Any]) -> list[int]:
     return [PROMPT - 1] * (len(batch["cu_seqlens"]) - 1)
 
 
-def step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+def step(iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
     """Run a microbatch, whose loss reads the logits of all its tokens, or of responses if it says so."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -57,7 +58,10 @@ def step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Cal
     tokens, ends = batch["tokens"], batch["cu_seqlens"]
     longest = int(ends.diff().max())
     params = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-    output = model(tokens, None, None, packed_seq_params=params)
+    positions = torch.arange(tokens.shape[1])[None] if batch.get("change") == "positions" else None
+    output = model(tokens, positions, None, packed_seq_params=params)
+    if batch.get("change") == "two calls":
+        output = output + 0.0 * model(tokens, None, None, packed_seq_params=params)
 
     def loss_func(logits: Tensor) -> Any:
         weights = torch.sin(torch.arange(logits.numel(), dtype=torch.float32)).view(logits.shape)
@@ -87,28 +91,43 @@ def compared(
     per_microbatch: int = 2,
     settings: Mapping[str, Any] | None = None,
     of_responses: bool = False,
+    change: str = "",
     **parallel: Any,
 ) -> dict[str, Any]:
     """Run microbatches once by stock and several times by plans, and evaluate with both.
 
-    With `of_responses` losses read the logits of these alone, and plans are told. Returns for every run by plans the largest relative difference of gradients, and results of both.
+    With `of_responses` losses read the logits of these alone, and plans are told. Returns for every run by plans the largest
+    relative difference of gradients, results of both, and bytes kept at the peak; and those of the last plan.
     """
     own = packed(sequences(groups, size, bool(parallel.get("stages", 0) > 2)), per_microbatch)
-    if of_responses:
-        own = [batch | {"of_responses": torch.ones(1)} for batch in own]
+    more = {"change": change} | ({"of_responses": True} if of_responses else {})
+    own = [batch | more for batch in own]
     loop = begin([int(batch["cu_seqlens"][-1]) for batch in own], positions="rope", apply_rope_fusion=False, **parallel)
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    DotProductAttention.forward = _packed_attention
+    DotProductAttention.forward = packed_attention
     loop.batches, loop.forward_step = partial(iter, own), step
     schedule = megatrons_schedule()
     stock = summed(loop, schedule)
     with_fixed_times(US_PER_TOKEN)
-    planned = megatron_epp.wrap(**({"unread_of": unread_of} if of_responses else {}), **settings or {})
+    functions: dict[str, Any] = {"unread_of": unread_of} if of_responses else {}
+    if change == "other ends":
+        functions["shape_of"] = lambda batch: [batch["tokens"].numel()]
+    planned = megatron_epp.wrap(**functions, **settings or {})
     runs = []
+    parameters = [parameter for model in loop.models for parameter in model.parameters()]
     for _ in range(RUNS):
-        results, gradients = summed(loop, planned)
-        runs.append({"worst": apart(gradients, stock[1]), "results": results})
+        with SavedTensors(parameters, partial(cached_bytes, planned)) as saved:
+            results, gradients = summed(loop, planned)
+        runs.append({"worst": apart(gradients, stock[1]), "results": results, "peak_bytes": saved.peak_bytes})
+    (run,) = planned._runs
+    plan = run._last[1].plan
+    planned_bytes = plan.predicted.peak_bytes[run.rank] - plan.static_bytes[run.rank]
     with torch.no_grad():
         evaluated = [loop.call(one, forward_only=True) for one in (planned, schedule)]
-    return {"rank": dist.get_rank(), "runs": runs, "stock": stock[0], "evaluated": evaluated}
+    figures = {"planned_bytes": planned_bytes, "evaluated": evaluated}
+    return {"rank": dist.get_rank(), "runs": runs, "stock": stock[0]} | figures
+
+
+def cached_bytes(schedule: Any) -> int:
+    return sum(stage.kv_cache.num_bytes for run in schedule._runs for stage in run.stages.values())

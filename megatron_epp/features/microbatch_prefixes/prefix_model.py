@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -18,13 +18,11 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.data.batch import OF_TOKENS
-from megatron_epp.data.samples import columns_of
 from megatron_epp.features.microbatch_prefixes.sample_tokens import borrowed_of
 from megatron_epp.features.microbatch_prefixes.whole_rows import own_tokens, whole_rows, with_zeros
-from megatron_epp.features.trees.sharing import obstacle
+from megatron_epp.features.trees.obstacles import obstacle_of
 from megatron_epp.features.trees.tree_cache import TreeView
-from megatron_epp.losses import Average, NextToken
+from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.layout import token_shards
 from megatron_epp.mcore.iteration.microbatch_agreement import Prefixes, Shapes
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
@@ -33,8 +31,8 @@ from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage
 from megatron_epp.mcore.model import rotary
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.model.core_attention import ChunkParams
-from megatron_epp.mcore.model.language_model import language_model_of
-from megatron_epp.mcore.model.replaced import put
+from megatron_epp.mcore.model.language_model import axes_of, language_model_of
+from megatron_epp.plan import EppError
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job
 
@@ -52,77 +50,74 @@ class PrefixModel:
     """
 
     def __init__(self, stage: MicrobatchStage) -> None:
-        self.stage, self.model = stage, language_model_of(stage.model)
         self.problem = "no microbatch has run"
-        self._makes_logits = False  # seen to make them by its output layer, from the decoder's output
+        self._stage, self._model = stage, language_model_of(stage.model)
+        self._makes_logits = False  # seen to make them by its output layer, of all rows that the decoder returns
         self._context: ChunkContext | None = None
-        self._calls: list[Any] = []  # arguments of the model's calls and outputs of its output layer's, in a forward step
-        self._forward, self._decode = self.model.forward, self.model.decoder.forward
-        self._signature = inspect.signature(self._forward)
-        put(self.model, "forward", self._run)
+        # Arguments of the model's calls, and outputs of its output layer's, in a forward step
+        self._calls, self._outputs = list[dict[str, Any]](), list[Any]()
+        self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
         if stage.is_last:
-            put(self.model.decoder, "forward", self._decoded)
-            self._project = self.model.output_layer.forward
-            put(self.model.output_layer, "forward", self._logits)
+            self._model.decoder.register_forward_hook(self._decoded)
+            self._model.output_layer.register_forward_hook(self._projected)
         stage.around = self._around
 
     @contextmanager
     def _around(self, context: ChunkContext) -> Iterator[None]:
-        self._context, self._calls = context, []
+        self._context = context
         try:
             yield
-            if self.problem and not self._shares:
-                self.problem = self._seen_problem(context)
+            if self.problem and not self._is_cut:
+                self.problem = self._problem_seen(context)
         finally:
-            self._context, self._calls = None, []
+            self._context = None
+            self._calls.clear()
+            self._outputs.clear()
 
     @property
-    def _shares(self) -> bool:
+    def _is_cut(self) -> bool:
         return self._context is not None and isinstance(self._context.view, TreeView)
 
-    def _run(self, *args: Any, **named: Any) -> Any:
-        call = self._signature.bind(*args, **named)
-        if self.problem and self._context is not None:
+    @property
+    def _leaves_zeros(self) -> bool:
+        return self._makes_logits and not self._stage.reads_all
+
+    def _enter(
+        self, module: Any, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if (context := self._context) is None or not (self.problem or self._is_cut):
+            return None
+        call = inspect.signature(module.forward).bind(*args, **named)
+        if not self._is_cut:
             self._calls.append(call.arguments)
-        if (context := self._context) is None or not self._shares:
-            return self._forward(*args, **named)
-        if self.model.pre_process:  # no other stage reads tokens
+            return None
+        if module.pre_process:  # no other stage reads tokens
             rows = own_tokens(context, call.arguments["input_ids"].device)
             for name in ("input_ids", "position_ids"):
                 if isinstance(whole := call.arguments.get(name), Tensor):
                     call.arguments[name] = whole.flatten()[rows][None]
         call.arguments["packed_seq_params"] = ChunkParams(context)
-        return self._forward(*call.args, **call.kwargs)
+        return call.args, call.kwargs
 
-    @property
-    def _leaves_zeros(self) -> bool:
-        return self._makes_logits and not self.stage.reads_all
+    def _decoded(self, module: Any, args: tuple[Any, ...], hidden: Tensor) -> Tensor | None:
+        if self._context is None or not self._is_cut or self._leaves_zeros:
+            return None
+        return whole_rows(hidden, self._context, module.config.sequence_parallel)
 
-    def _decoded(self, *args: Any, **named: Any) -> Any:
-        hidden = self._decode(*args, **named)
-        if self._context is None or not self._shares or self._leaves_zeros:
-            return hidden
-        return whole_rows(hidden, self._context, self.model.config.sequence_parallel)
-
-    def _logits(self, *args: Any, **named: Any) -> Any:
-        output = self._project(*args, **named)
+    def _projected(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         if self.problem and self._context is not None:
-            self._calls.append(output)
-        if self._context is None or not self._shares or not self._leaves_zeros:
-            return output
+            self._outputs.append(output)
+        if self._context is None or not self._is_cut or not self._leaves_zeros:
+            return None
         logits, *rest = output
         return with_zeros(logits, self._context), *rest
 
-    def _seen_problem(self, context: ChunkContext) -> str:
-        """Return why a forward step cannot run on some of a microbatch's tokens, as its calls show; empty if it can."""
-        calls = [call for call in self._calls if isinstance(call, dict)]
-        outputs = [output for output in self._calls if not isinstance(output, dict)]
-        if len(calls) != 1:
-            return f"its forward step calls the model {len(calls)} times"
-        self._makes_logits = (
-            len(outputs) == 1 and isinstance(outputs[0], tuple) and len(outputs[0][0]) == context.table.num_tokens
-        )
-        return _problem(calls[0], context)
+    def _problem_seen(self, context: ChunkContext) -> str:
+        if len(self._calls) != 1:
+            return f"its forward step calls the model {len(self._calls)} times"
+        logits = self._outputs[0][0] if len(self._outputs) == 1 and isinstance(self._outputs[0], tuple) else ()
+        self._makes_logits = len(logits) == context.table.num_tokens
+        return _problem(self._calls[0], context)
 
 
 def _problem(arguments: dict[str, Any], context: ChunkContext) -> str:
@@ -136,8 +131,9 @@ def _problem(arguments: dict[str, Any], context: ChunkContext) -> str:
         return f"its microbatches are packed with ends {ends.tolist()}, where their lengths make {starts}"
     if arguments.get("attention_mask") is not None:
         return "its microbatches have a mask"
-    if more := [name for name, value in arguments.items() if name not in _PASSED_ON and value not in (None, False)]:
-        return f"its microbatches have {', '.join(more)}"
+    more = {name for name, value in arguments.items() if not (value is None or value is False)} - _PASSED_ON
+    if more:
+        return f"its microbatches have {', '.join(sorted(more))}"
     if (positions := arguments.get("position_ids")) is not None:
         of_own = torch.cat([torch.arange(part.num_tokens) for part in context.table.segments])
         if positions.flatten().tolist() != of_own.tolist():
@@ -150,7 +146,7 @@ def share(run: MicrobatchRun) -> None:
 
     Raises `AgreedError` if it may not, and was asked to.
     """
-    own = next(filter(None, map(_obstacle, run.stages.values())), "") or _settings_obstacle(run)
+    own = next(filter(None, (_obstacle(stage, run.args.context_parallel_size) for stage in run.stages.values())), "")
     if reason := next(filter(None, from_each_of_job(own)), ""):
         if run.args.epp_share_prefixes == "on":
             raise AgreedError(f"{run.names['shares']} does not go with {reason}: leave it out")
@@ -170,28 +166,37 @@ def _found(
     items: Sequence[Sequence[Any]],
 ) -> Prefixes | None:
     if problem := next(filter(None, (model.problem for model in models)), ""):
-        logger.info("microbatches run by themselves, though some may begin alike: %s", problem)
+        _tell(problem)
         return None
-    if shapes is None or any(shape.rows > 1 for shape in shapes):
-        return Prefixes()
     own = next(filter(None, items), ())
+    if shapes is None or len(own) != len(shapes) or any(shape.rows > 1 for shape in shapes):
+        return Prefixes()
     unread, lengths = [*map(unread_of, own)], [shape.lengths for shape in shapes]
     most = [length - 1 for each in lengths for length in each]
     if is_known := None not in unread:
-        # Behind a microbatch's sequences its padding counts as one more.
-        of_each = ([*each, *[0] * (len(sizes) - len(each))] for each, sizes in zip(unread, lengths, strict=True) if each)
-        most = [*map(min, most, chain(*of_each))]
+        of_each = chain(*(_of_all(each or (), len(sizes)) for each, sizes in zip(unread, lengths, strict=True)))
+        most = [*map(min, most, of_each)]
     return Prefixes(borrowed_of(own, lengths, most, multiple), is_known)
 
 
-def _settings_obstacle(run: MicrobatchRun) -> str:
-    models = [language_model_of(stage.model) for stage in run.stages.values()]
-    if run.args.context_parallel_size > 1:
-        return "context parallelism, whose microbatches are divided before the model gets them"
-    return obstacle(models, run.args.epp_planner, columns_of(NextToken()), OF_TOKENS)
+@cache  # once for all iterations
+def _tell(problem: str) -> None:
+    logger.info("microbatches run by themselves, though some may begin alike: %s", problem)
 
 
-def _obstacle(stage: MicrobatchStage) -> str:
-    if language_model_of(stage.model) is not unwrap_model(stage.model):
+def _of_all(unread: Sequence[int], count: int) -> list[int]:
+    """Return the numbers of unread tokens of so many sequences, the last of which may be a microbatch's padding."""
+    if not 0 <= count - len(unread) <= 1:
+        raise EppError(f"unread_of returned {len(unread)} numbers of tokens for a microbatch of {count} sequences")
+    return [*unread, *[0] * (count - len(unread))]
+
+
+def _obstacle(stage: MicrobatchStage, context_ranks: int) -> str:
+    """Return why a stage's microbatches run by themselves; empty if they may share prefixes."""
+    if (model := language_model_of(stage.model)) is not unwrap_model(stage.model):
         return "a model with a language model inside"
-    return refusal(stage.model, Average.TOKENS, recomputes=True)
+    if context_ranks > 1:
+        return "context parallelism, whose microbatches are divided before the model gets them"
+    of_model = obstacle_of(lambda name: getattr(model.config, name, None))
+    of_model = of_model or ("several axes of positions" if axes_of(model) > 1 else "")
+    return of_model or refusal(model, Average.TOKENS, recomputes=True)
