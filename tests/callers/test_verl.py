@@ -15,6 +15,17 @@ from tests.support.mcore.launch import REPOSITORY, run
 pytestmark = [pytest.mark.callers, if_installed("verl")]
 
 
+def test_groups_of_responses_share_their_prompts_with_all_microbatches_of_verls_engine() -> None:
+    finished = job(2, "verl_engine:trained", env={"MEGATRON_EPP": "1"}, stages=2, group=4)
+    ranks = of_ranks(finished)
+    assert finished.output.count("tokens shared") >= 4
+    for rank in ranks:
+        for batch in rank["batches"]:
+            assert max(batch["gradients"], batch["logprobs"], batch["old"]) < TOLERANCE
+            planned, stock = batch["losses"]
+            assert planned == pytest.approx(stock, rel=TOLERANCE, abs=TOLERANCE)
+
+
 @pytest.mark.parametrize(("processes", "expert_parallel"), LAYOUTS)
 def test_verls_training_step_has_the_gradients_losses_and_log_probabilities_of_megatrons_schedule(
     processes: int, expert_parallel: int

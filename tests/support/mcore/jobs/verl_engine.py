@@ -22,6 +22,7 @@ BATCHES = 4
 """Each is trained in microbatches of a token budget, and of `ROWS` samples, which are uneven; costs are learnt meanwhile."""
 ROWS = 2
 COMMON = 40
+"""Tokens of the prompts of groups."""
 
 
 def trained(stages: int, expert_parallel: int = 1, group: int = 1) -> dict[str, Any]:
@@ -55,7 +56,10 @@ def trained(stages: int, expert_parallel: int = 1, group: int = 1) -> dict[str, 
     was_installed = bool(_installed)
 
     def steps() -> list[dict[str, Any]]:
-        return [step(engine, one, size, loss, replicas, order, rows) for one in batches for rows in (None, ROWS)]
+        taken = [step(engine, one, size, loss, replicas, order, rows) for one in batches for rows in (None, ROWS)]
+        for each in taken if group > 1 else ():  # no loss reads log-probabilities of prompts
+            each["logprobs"] = [own[COMMON - 1 :] for own in each["logprobs"]]
+        return taken
 
     planned = steps()
     uninstall()
