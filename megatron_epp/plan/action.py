@@ -74,8 +74,7 @@ class Op(str):
 _NAME = re.compile(r"[A-Z]+(?:_[A-Z]+)*", re.ASCII)
 _TEXT = re.compile(rf"(\d{{1,9}})({_NAME.pattern})(\d{{1,9}})", re.ASCII)
 
-_DEFINED = "F B W R O L FREE SEND_F RECV_F SEND_B RECV_B REDUCE S N T SPREAD GATHER"
-for _text in _DEFINED.split():
+for _text in filter(str.isupper, Op.__annotations__):
     setattr(Op, _text, Op.define(_text))
 
 

@@ -17,8 +17,6 @@ from megatron_epp.plan.units import enough_gib
 type Names = Mapping[str, str]
 """The name of each setting for who asked, empty for one that they cannot change. One that is missing is called by its field."""
 
-_VERBS = {"drop": "leave out"}
-
 
 def as_setting(name: str, value: object) -> str:
     """Format a setting with its value, as a flag or as an assignment in Python."""
@@ -36,7 +34,7 @@ class Remedy:
 
     @property
     def verb(self) -> str:
-        return _VERBS.get(self.change, self.change)
+        return "leave out" if self.change == "drop" else self.change
 
     def object(self, names: Names) -> str:
         """Format setting and value. Bytes become GiB where the name has GB as its unit, rounded up so that they suffice."""

@@ -211,12 +211,10 @@ class _Relations:
             index, needed = min(self.lacking, key=itemgetter(0))
             raise PlanError(f"{columns.action(index)} needs {needed}, which the plan does not have")
         empty = np.zeros(0, dtype=np.int64)
-        pairs = _Pairs(
-            *map(np.concatenate, zip(_Pairs(empty, empty, np.zeros(0), empty, empty, empty), *self.pairs, strict=True))
-        )
-        order = np.argsort(pairs.waiting, kind="stable")  # pairs of one action stay in the order of the table
-        waiting, need, time_us, link, site, chunk = pairs
-        pairs = _Pairs(waiting[order], need[order], time_us[order], link[order], site[order], chunk[order])
+        none = _Pairs(empty, empty, np.zeros(0), empty, empty, empty)
+        joined = list(map(np.concatenate, zip(none, *self.pairs, strict=True)))
+        order = np.argsort(joined[0], kind="stable")  # pairs of one action stay in the order of the table
+        pairs = _Pairs(*(column[order] for column in joined))
         step = columns.step[pairs.waiting]
         starts = np.searchsorted(step, np.arange(len(columns.steps) + 1))
         moved = np.flatnonzero(pairs.link >= 0)

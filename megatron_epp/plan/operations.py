@@ -7,7 +7,7 @@ code reads this table, most of it in the compiled form of `plan.graph` or of `pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -208,24 +208,25 @@ def _lowered(waits: Op, need: Need) -> Iterator[Operation]:
         text, side = f"collective {carries.op}", Side(carries.op, None, Parties.RANKS)
         yield Operation(op=carries.op, text=text, track=Track.LOWERED, sites=of_ranks, side=side)
     elif isinstance(carries, MessageKind) and isinstance(need.site, int):
-        event, away = carries.send, -need.site
-        source, target = (_TABLE[op].sites for op in (need.op, waits))
-        yield Operation(
-            op=event,
-            text=f"send of {carries.text}",
+        send, receive = _sides(carries, carries.text, need.op, need.site)
+        yield replace(send, sites=_TABLE[need.op].sites)
+        yield replace(receive, sites=_TABLE[waits].sites)
+
+
+def _sides(kind: MessageKind, text: str, source: Op, offset: int, colour: str = "#999999") -> tuple[Operation, Operation]:
+    """Return send and receive of a message that `source` makes, at an `offset` from the site that needs it."""
+    own, other = Side(kind.send, -offset), Side(kind.send, 0)
+    return (
+        Operation(op=kind.send, text=f"send of {text}", track=Track.LOWERED, needs=(Need(source),), side=own),
+        Operation(
+            op=kind.receive,
+            text=f"receive of {text}",
+            colour=colour,
             track=Track.LOWERED,
-            sites=source,
-            needs=(Need(need.op),),
-            side=Side(event, away),
-        )
-        yield Operation(
-            op=carries.receive,
-            text=f"receive of {carries.text}",
-            track=Track.LOWERED,
-            sites=target,
-            needs=(Need(event, need.site),),
-            side=Side(event, 0),
-        )
+            needs=(Need(kind.send, offset),),
+            side=other,
+        ),
+    )
 
 
 def operation(op: Op) -> Operation:
@@ -312,24 +313,8 @@ _DEFINED = (
         setting="offload",
     ),
     Operation(op=Op.FREE, text="release of offloaded activations", track=Track.LOWERED, needs=(Need(Op.O),), setting="offload"),
-    Operation(op=Op.SEND_F, text="send of an activation", track=Track.LOWERED, needs=(Need(Op.F),), side=Side(Op.SEND_F, 1)),
-    Operation(
-        op=Op.RECV_F,
-        text="receive of an activation",
-        colour="#8FA3B5",
-        track=Track.LOWERED,
-        needs=(Need(Op.SEND_F, -1),),
-        side=Side(Op.SEND_F, 0),
-    ),
-    Operation(op=Op.SEND_B, text="send of a gradient", track=Track.LOWERED, needs=_OWN_B, side=Side(Op.SEND_B, -1)),
-    Operation(
-        op=Op.RECV_B,
-        text="receive of a gradient",
-        colour="#A68A73",
-        track=Track.LOWERED,
-        needs=(Need(Op.SEND_B, 1),),
-        side=Side(Op.SEND_B, 0),
-    ),
+    *_sides(ACTIVATION, "an activation", Op.F, -1, "#8FA3B5"),
+    *_sides(GRADIENT, "a gradient", Op.B, 1, "#A68A73"),
     Operation(  # of a stage's gradients over replicas; its chunk is the one with the last gradient
         op=Op.REDUCE,
         text="gradient reduction",

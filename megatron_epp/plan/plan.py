@@ -127,10 +127,6 @@ class Messages:
     collective_us: tuple[tuple[Op, tuple[float, ...]], ...] = ()
     message_us: tuple[tuple[Op, tuple[float, ...]], ...] = ()
 
-    def collective_times(self, op: Op) -> tuple[float, ...]:
-        """Times of a collective by chunk, in microseconds; empty if it takes none."""
-        return dict(self.collective_us).get(op, ())
-
     def times_of(
         self, carries: MessageKind | Collective, sites: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]
     ) -> Floats:

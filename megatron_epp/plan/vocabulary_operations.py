@@ -8,66 +8,49 @@ reduced gradient, which is for tokens of weight one; `B` and `T` apply the weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_epp.plan.action import Op
-from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, OperationRows, Presence, of_ranks, register
+from megatron_epp.plan.operations import At, Before, Collective, Need, Operation, Presence, of_ranks, register
 
 SPREAD = Collective(Op.SPREAD)
 """Broadcast of the last stage's output. Every rank has the labels of the batch."""
 GATHER = Collective(Op.GATHER)
 """All-reduce of maximum, sum of exponentials and target logit, and reduction of the input's gradient to the last stage."""
 
-_ALL = (Op.S, Op.N, Op.T)
+
+def _define(op: Op, **more: Any) -> None:
+    """Register an operation of shards, which has times and bytes unless the costs have the output layer on a stage."""
+    more |= {"rows": lambda costs, sites, work: costs.vocabulary_rows(op, sites, work)}
+    register(Operation(op=op, together=(Op.S, Op.N, Op.T), setting="vocab_parallel", **more))
 
 
-def _rows(op: Op) -> Callable[[Any, Sequence[int], Any], OperationRows | None]:
-    """Times and bytes of an operation: none if the costs have the output layer on a stage."""
-    return lambda costs, sites, work: costs.vocabulary_rows(op, sites, work)
-
-
-register(
-    Operation(
-        op=Op.S,
-        text="vocabulary shard",
-        colour="#8C564B",
-        presence=Presence.COMPLETE_ALWAYS,
-        together=_ALL,
-        sites=of_ranks,
-        needs=(Need(Op.F, At.LAST, carries=SPREAD),),
-        inserted="megatron_epp.features.vocabulary.vocabulary_order:with_shards",
-        room="megatron_epp.features.vocabulary.shard_tables:shard_room",
-        turn="megatron_epp.features.vocabulary.shard_tables:turn_us",
-        rows=_rows(Op.S),
-        setting="vocab_parallel",
-    )
+_define(
+    Op.S,
+    text="vocabulary shard",
+    colour="#8C564B",
+    presence=Presence.COMPLETE_ALWAYS,
+    sites=of_ranks,
+    needs=(Need(Op.F, At.LAST, carries=SPREAD),),
+    inserted="megatron_epp.features.vocabulary.vocabulary_order:with_shards",
+    room="megatron_epp.features.vocabulary.shard_tables:shard_room",
+    turn="megatron_epp.features.vocabulary.shard_tables:turn_us",
 )
-register(
-    Operation(
-        op=Op.N,
-        text="loss",
-        colour="#444444",
-        presence=Presence.COMPLETE_ALWAYS,
-        together=_ALL,
-        sites=lambda placement: placement[-1:],  # one site, on the rank of the last stage
-        needs=(Need(Op.S, At.EVERY, carries=GATHER),),
-        before=(Before(Op.B, Need(Op.N, At.LAST, only=At.LAST)),),
-        rows=_rows(Op.N),
-        setting="vocab_parallel",
-    )
+_define(
+    Op.N,
+    text="loss",
+    colour="#444444",
+    presence=Presence.COMPLETE_ALWAYS,
+    sites=lambda placement: placement[-1:],  # one site, on the rank of the last stage
+    needs=(Need(Op.S, At.EVERY, carries=GATHER),),
+    before=(Before(Op.B, Need(Op.N, At.LAST, only=At.LAST)),),
 )
-register(
-    Operation(
-        op=Op.T,
-        text="weight gradient of a shard",
-        gives_gradients=True,
-        colour="#C49C94",
-        presence=Presence.COMPLETE,
-        together=_ALL,
-        sites=of_ranks,
-        needs=(Need(Op.S, At.EVERY, carries=GATHER),),
-        rows=_rows(Op.T),
-        setting="vocab_parallel",
-    )
+_define(
+    Op.T,
+    text="weight gradient of a shard",
+    gives_gradients=True,
+    colour="#C49C94",
+    presence=Presence.COMPLETE,
+    sites=of_ranks,
+    needs=(Need(Op.S, At.EVERY, carries=GATHER),),
 )

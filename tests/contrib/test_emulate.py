@@ -106,7 +106,7 @@ def test_shards_of_the_vocabulary_wait_for_their_collectives(forward_only):
     emulated = emulate(plan, scale=100.0, timeout_s=120)
     events = {Action.parse(text): (start, end) for row in emulated for text, start, end in row}
     assert [text for text, _, _ in emulated[1]] == [str(action) for action in plan.actions(1)]
-    spread, gather = (plan.messages.collective_times(op) for op in (Op.SPREAD, Op.GATHER))
+    spread, gather = (dict(plan.messages.collective_us)[op] for op in (Op.SPREAD, Op.GATHER))
     for chunk in range(len(plan.chunks)):
         shards = [events[Action(Op.S, rank, chunk)] for rank in range(3)]
         forward, loss = events[Action(Op.F, 2, chunk)], events[Action(Op.N, 0, chunk)]

@@ -11,8 +11,9 @@ from megatron_epp.cost.work import work_of
 from megatron_epp.features.vocabulary.shards import Shard, logits_pass, weight_gradient
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
-from megatron_epp.mcore.arguments.layout import settle_vocabulary, shards_vocabulary, vocabulary_rows
+from megatron_epp.mcore.arguments.layout import shards_vocabulary, vocabulary_rows
 from megatron_epp.mcore.model.model_chunks import placed_pattern
+from megatron_epp.mcore.training.layout_search import settle_vocabulary
 from megatron_epp.plan import Chunk, EppError, Op, Segment
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement

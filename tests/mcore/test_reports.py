@@ -297,7 +297,7 @@ def ratios(plan: Plan) -> list[float]:
     passes = [step for row in plan.ranks for step in row if step.action.op in PASSES]
     found = [step.time_us / pass_us(plan, step.action) for step in passes]
     for op in COLLECTIVES:
-        for chunk, time_us in enumerate(plan.messages.collective_times(op)):
+        for chunk, time_us in enumerate(dict(plan.messages.collective_us)[op]):
             found.append(time_us / collective_us(plan, Action(op, 0, chunk)))
     assert len(found) == (2 * plan.num_ranks + 2) * len(plan.chunks)
     return found

@@ -185,7 +185,7 @@ class WaitingShards:
         if work is not None:
             work.wait()
             self._moving[carried, action.chunk] = None, when
-        times_us = self._rank.plan.messages.collective_times(carried)
+        times_us = dict(self._rank.plan.messages.collective_us).get(carried)
         moved_us = times_us[action.chunk] if times_us else 0.0
         self._rank.perform(action, float(when[0]) + moved_us * self._rank.scale * 1e-6)
 

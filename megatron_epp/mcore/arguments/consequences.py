@@ -8,7 +8,7 @@ import logging
 from megatron_epp.cost.optimizer import KINDS
 from megatron_epp.mcore.arguments import refusals
 from megatron_epp.mcore.arguments.layout import EVEN, KEEPING_LAYERS, VOCABULARY_FLAG, apply_layout, is_divided, is_open
-from megatron_epp.mcore.arguments.rule import Door, Rule, flags, given_flags, problems_of
+from megatron_epp.mcore.arguments.rule import Door, Rule, flags, problems_of
 from megatron_epp.mcore.releases import check_calls, has_user_microbatches, installed_version, saves_several_buckets_resharded
 from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.placement import placements_of
@@ -45,8 +45,8 @@ def tell_data_flags(args: argparse.Namespace) -> None:
         unused = tuple(row for row in IDLE if row not in OF_SAMPLES)
         lines = [(unused, "makes no use of %s: Megatron's samples are read without loader processes")]
     for rows, words in lines:
-        if args.rank == 0 and (names := given_flags(rows, args)):
-            logger.warning(f"--epp {words}", names)
+        if args.rank == 0 and (names := [row.flag for row in rows if row.is_given(args)]):
+            logger.warning(f"--epp {words}", ", ".join(names))
 
 
 def tell_saved_optimizer(args: argparse.Namespace) -> None:

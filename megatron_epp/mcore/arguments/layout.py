@@ -125,14 +125,6 @@ def hybrid_pattern(args: argparse.Namespace) -> str | None:
     return next((pattern for name in HYBRID_PATTERNS if (pattern := getattr(args, name, None))), None)
 
 
-def readable_layout(args: argparse.Namespace) -> Layout | None:
-    """Return the layout that `--epp-layout` asks for; None if it is not given, or wrong (see `layout_problems`)."""
-    try:
-        return asked_layout(args)
-    except EppError:
-        return None
-
-
 def layout_problems(args: argparse.Namespace, _: Door = Door.DOCUMENTS) -> Iterator[str]:
     """Yield what is wrong with `--epp-layout`, a line each, with the flags and figures."""
     if getattr(args, "epp_layout", None) is None or (args.epp_layout == EVEN and is_divided(args)):
@@ -177,12 +169,6 @@ def apply_layout(args: argparse.Namespace) -> None:
         args.pipeline_model_parallel_layout = layout_flag(layout.layers, getattr(args, "mtp_num_layers", None) or 0)
 
 
-def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
-    """Replace ``auto`` or ``balanced`` by the layout that was found."""
-    args.epp_layout, args.epp_placement = layers_text(layout.layers, ","), layout.placement.kind
-    apply_layout(args)
-
-
 def world_of(megatron: Mapping[str, Any]) -> int:
     """Number of ranks of one data-parallel replica. Raises EppError for a size below 1."""
     sizes = {name: 1 if megatron.get(name) is None else megatron[name] for name in REPLICA_SIZES}
@@ -214,9 +200,3 @@ def vocabulary_shares(args: argparse.Namespace) -> tuple[float, ...]:
         return ()
     entries = args.padded_vocab_size // args.tensor_model_parallel_size
     return tuple(len(rows) / entries for rows in vocabulary_rows(entries, args.pipeline_model_parallel_size))
-
-
-def settle_vocabulary(args: argparse.Namespace, *, shards: bool) -> None:
-    """Replace ``auto`` by a decision: divide the output layer if `shards`. Any other setting stays as it is."""
-    if args.epp_vocab_parallel == "auto":
-        args.epp_vocab_parallel = "on" if shards else "off"

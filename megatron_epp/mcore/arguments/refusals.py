@@ -10,17 +10,9 @@ import sys
 from argparse import Namespace
 from functools import partial
 
-from megatron_epp.mcore.arguments import ArgumentError, setting_checks
+from megatron_epp.mcore.arguments import ArgumentError, layout, setting_checks
 from megatron_epp.mcore.arguments.flag import GIVEN
-from megatron_epp.mcore.arguments.layout import (
-    PER_RANK,
-    PER_STAGE,
-    VOCABULARY_FLAG,
-    is_divided,
-    is_open,
-    layout_problems,
-    shards_vocabulary,
-)
+from megatron_epp.mcore.arguments.layout import PER_RANK, PER_STAGE, VOCABULARY_FLAG, is_divided, is_open, shards_vocabulary
 from megatron_epp.mcore.arguments.rule import BOTH, Check, Door, Rule, Rules, flags, problems_of
 from megatron_epp.mcore.arguments.setting_checks import virtual
 from megatron_epp.mcore.model.kinds import KINDS, of_experts
@@ -226,7 +218,7 @@ RULES: Rules = (
         say="does not go with {epp_schedule}, in which Megatron's own attention shares out tokens in another order",
         allowed=(1,),
     ),
-    Check(layout_problems),
+    Check(layout.layout_problems),
     Rule(PER_RANK, lambda a: a.num_virtual_stages_per_pipeline_rank < 1, "is no number", "give 1 or more", allowed=(None,)),
     Rule(PER_STAGE, lambda a: a.num_layers_per_virtual_pipeline_stage < 1, "is no number", "give 1 or more", allowed=(None,)),
     Rule("--num-layers", _has_rest, "is no multiple of the stages of {pipeline_model_parallel_size}", _DIVIDE),

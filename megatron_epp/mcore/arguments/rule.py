@@ -129,8 +129,3 @@ def problems_of(settings: object, door: Door, rules: Rules) -> Iterator[str]:
             yield from rule.problems(settings, door)
         elif rule.say and rule.applies(settings):
             yield rule.text(settings, door)
-
-
-def given_flags(rows: Iterable[Rule], settings: object) -> str:
-    """Return the names of the flags that are given, with commas between; empty if none is."""
-    return ", ".join(row.flag for row in rows if row.is_given(settings))

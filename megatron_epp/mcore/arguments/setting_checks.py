@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any
 
@@ -131,8 +132,9 @@ def sizes(args: Namespace, _: Door) -> Iterator[str]:
 
 def virtual(args: Namespace) -> bool:
     ranks, chunks = args.pipeline_model_parallel_size, getattr(args, "num_virtual_stages_per_pipeline_rank", None)
-    if (read := layout.readable_layout(args)) is not None:
-        return read.placement.num_chunks > 1
+    with suppress(EppError):  # of a layout that is wrong, which `layout_problems` tells
+        if (asked := layout.asked_layout(args)) is not None:
+            return asked.placement.num_chunks > 1
     if layout.is_open(args) and args.epp_placement == "v":
         return chunks in (None, 2)
     if text := getattr(args, "pipeline_model_parallel_layout", None):

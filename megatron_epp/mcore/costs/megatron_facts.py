@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, OptimizerBytes, Parameters
+from megatron_epp.cost.optimizer import DTYPE_FLAGS, KINDS, OptimizerBytes
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.model.block_loss import block_tokens_of
 from megatron_epp.plan.flags import AUTO
@@ -94,18 +94,6 @@ def facts(args: argparse.Namespace, what: Literal["costs", "layout"], config: ob
             value = value.name if isinstance(value, Enum) else value
             values[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
     return values
-
-
-def parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
-    """Count parameters by the way in which ranks share the optimizer's states of them."""
-    counts, largest = dict.fromkeys(("matrices", "experts", "others"), 0), {"matrices": 0, "others": 0}
-    for weight in weights:
-        is_matrix = weight.dim() == 2 and not getattr(weight, "is_embedding_or_output_parameter", False)
-        is_shared = getattr(weight, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
-        kind = "matrices" if is_matrix else "others"
-        counts[kind if is_shared else "experts"] += weight.numel()
-        largest[kind] = max(largest[kind], weight.numel())
-    return Parameters(**counts, largest=largest["matrices"], largest_other=largest["others"])
 
 
 def trained_share(stage: Any) -> float | None:

@@ -19,19 +19,12 @@ from megatron_epp.cost.blocks import HEAD, INPUT, LAYER, PREDICTION, StageCosts
 from megatron_epp.cost.casts import casts_of
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.optimizer import Parameters
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, vocabulary_shares
 from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.mcore.costs import stored as stored_costs
-from megatron_epp.mcore.costs.megatron_facts import (
-    FORMULAS,
-    Ask,
-    costs_file,
-    optimizer_bytes,
-    parameters_of,
-    run_facts,
-    trained_share,
-)
+from megatron_epp.mcore.costs.megatron_facts import FORMULAS, Ask, costs_file, optimizer_bytes, run_facts, trained_share
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, message_bytes, run_other_size
 from megatron_epp.mcore.model.stage import CASTS, MegatronStage, Snapshot
 from megatron_epp.plan.errors import Names, as_setting
@@ -202,13 +195,25 @@ def gathered[T](local: T, links: Links, choose: Callable[[list[T]], T] = itemget
 def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     optimizer = optimizer_bytes(args)
     weights = [*stage.model.parameters()]
-    static = optimizer.static(parameters_of(weights), parameters_of(weight for weight in weights if weight.requires_grad))
+    static = optimizer.static(_parameters_of(weights), _parameters_of(weight for weight in weights if weight.requires_grad))
     buffers = new_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
     gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
     held = static.weights + int(copied * optimizer.weight) + _cast_bytes(args, stage)
     gradients += static.gradients
     return replace(static, weights=held, gradients=gradients, buffers=buffers)
+
+
+def _parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
+    """Count parameters by the way in which ranks share the optimizer's states of them."""
+    counts, largest = dict.fromkeys(("matrices", "experts", "others"), 0), {"matrices": 0, "others": 0}
+    for weight in weights:
+        is_matrix = weight.dim() == 2 and not getattr(weight, "is_embedding_or_output_parameter", False)
+        is_shared = getattr(weight, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
+        kind = "matrices" if is_matrix else "others"
+        counts[kind if is_shared else "experts"] += weight.numel()
+        largest[kind] = max(largest[kind], weight.numel())
+    return Parameters(**counts, largest=largest["matrices"], largest_other=largest["others"])
 
 
 def _cast_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:

@@ -98,12 +98,7 @@ class BlockLoss(OfRows):
             self._weight = self._rows = None
 
     def _keep_weight(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        output_cross_entropy_loss: bool = False,
-        labels: Tensor | None = None,
+        self, input_: Tensor, weight: Any = None, *, output_cross_entropy_loss: bool = False, labels: Any = None, **_: Any
     ) -> tuple[Tensor, None] | Tensor:
         """Replace the output layer's `forward`. A layer fused with the loss gets labels, and returns the losses."""
         self._weight = self._layer.weight if weight is None else weight

@@ -68,7 +68,6 @@ class RelayAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: AttnMaskType | None = None,
         attention_type: str = "self",
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
@@ -118,15 +117,7 @@ class RelayAttention(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **_: Any
     ) -> Tensor:
         """Return the attention output of a chunk's tokens on this rank, ``[tokens, 1, query_heads * value_channels]``.
 

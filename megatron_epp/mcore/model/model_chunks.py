@@ -22,15 +22,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from megatron_epp.mcore.arguments.layout import (
-    AHEAD,
-    BETWEEN_STAGES,
-    LAYOUT_FLAG,
-    SEARCHED,
-    asked_layout,
-    hybrid_pattern,
-    placement_of,
-)
+from megatron_epp.mcore.arguments.layout import AHEAD, BETWEEN_STAGES, SEARCHED, asked_layout, hybrid_pattern, placement_of
 from megatron_epp.plan.attributes import having
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout
@@ -113,7 +105,7 @@ def check_stage(transformer: Any, args: argparse.Namespace, vp_stage: int | None
     if configured != planned:
         raise EppError(
             f"stage {stage} was configured with {configured} layers before the layout was found, which gives it {planned}: "
-            f"start with {LAYOUT_FLAG} {args.epp_layout}"
+            f"start with --epp-layout {args.epp_layout}"
         )
 
 

@@ -20,15 +20,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.data.iterator import samples_in, sequences_of
 from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.mcore.arguments import ArgumentError
-from megatron_epp.mcore.arguments.layout import (
-    LAYOUT_FLAG,
-    SEARCHED,
-    asked_layout,
-    placement_of,
-    settle_layout,
-    settle_vocabulary,
-    token_multiple,
-)
+from megatron_epp.mcore.arguments.layout import LAYOUT_FLAG, SEARCHED, apply_layout, asked_layout, placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.refusals import delays_weights, refuse
 from megatron_epp.mcore.arguments.rule import Door
@@ -98,18 +90,24 @@ def settle_choices(args: argparse.Namespace, flags: argparse.Namespace) -> None:
         settle_vocabulary(args, shards=choices.layout.shards_vocabulary)
     if searches:
         args.epp_chosen_layout = args.epp_layout
-        _take(args, flags, choices.layout)
+        _settle_layout(args, choices.layout)
+        validated = _validated(flags, choices.layout)
+        for name in filter(partial(hasattr, args), _OF_STAGES):
+            setattr(args, name, getattr(validated, name))
         settle_stages(args)
     keep_file(args, FILE_NAME, replace(choices.layout, chosen_with=chosen_with).to_json())
 
 
-def _take(args: argparse.Namespace, flags: argparse.Namespace, layout: Layout) -> None:
-    """Take a layout for the run, and what Megatron's validation says of one with as many stages."""
-    settle_layout(args, layout)
-    validated = _validated(flags, layout)
-    for name in _OF_STAGES:
-        if hasattr(args, name):
-            setattr(args, name, getattr(validated, name))
+def settle_vocabulary(args: argparse.Namespace, *, shards: bool) -> None:
+    """Replace ``auto`` by a decision: divide the output layer if `shards`. Any other setting stays as it is."""
+    if args.epp_vocab_parallel == AUTO:
+        args.epp_vocab_parallel = "on" if shards else "off"
+
+
+def _settle_layout(args: argparse.Namespace, layout: Layout) -> None:
+    """Replace ``auto`` or ``balanced`` by the layout that was found."""
+    args.epp_layout, args.epp_placement = layers_text(layout.layers, ","), layout.placement.kind
+    apply_layout(args)
 
 
 _OF_STAGES = ("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "align_param_gather")
@@ -122,7 +120,7 @@ def _validated(flags: argparse.Namespace, layout: Layout) -> argparse.Namespace:
     megatrons = {"pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None}
     trial = argparse.Namespace(**vars(flags) | own | megatrons)
     refuse(trial, Door.DOCUMENTS)
-    settle_layout(trial, layout)
+    _settle_layout(trial, layout)
     return validate(trial)
 
 

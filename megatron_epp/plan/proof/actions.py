@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.columns import NO_STEP, Integers, Listed, PlanColumns
+from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.graph import Graph
-from megatron_epp.plan.operations import (
-    ANYWHERE,
-    MessageKind,
-    Presence,
-    Role,
-    Track,
-    is_compute,
-    is_defined,
-    needs_of,
-    of_stages,
-    operation,
-    operations,
-)
+from megatron_epp.plan.operations import ANYWHERE, MessageKind, Presence, Role, Track, needs_of, operation, operations
 from megatron_epp.plan.plan import Copy, Plan
+from megatron_epp.plan.proof.memory_balance import site_name
 from megatron_epp.plan.simulation import Playback
 from megatron_epp.plan.violation import Violation
 
@@ -38,9 +27,7 @@ def check_presence(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[
         number, action = int(columns.step[index]), columns.action(index)
         rank, position = columns.where(number)
         in_copies = number >= columns.num_compute
-        kind = _Kind.of(plan, action.op, in_copies)
-        reason = kind.foreign or kind.misplaced(plan, rank, action)
-        if not reason:
+        if not (reason := _misplacement(plan, rank, action, in_copies)):
             first_rank, at = first[action]
             reason = f"doubled: already at rank {first_rank} position {at}"
         yield Violation(rank, position, action, reason, in_copies)
@@ -51,7 +38,7 @@ def check_presence(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[
         if isinstance(copy, Copy) and (after := copy.after) is not None:
             rank, position = columns.where(number)
             needed = steps.number(after)
-            if needed is None or columns.where(needed)[0] != rank or not is_compute(after.op):
+            if needed is None or columns.where(needed)[0] != rank or operation(after.op).track is not Track.COMPUTE:
                 reason = f"is issued after {after}, which the compute list of its rank does not have"
                 yield Violation(rank, position, copy.action, reason, in_copies=True)
 
@@ -66,8 +53,7 @@ def _misplaced(plan: Plan, columns: PlanColumns, steps: Listed) -> Integers:
     for key in np.unique(keys).tolist():
         group, site = divmod(key, num_sites)
         track, op = divmod(group, len(columns.ops))
-        rank, in_copies = track % plan.num_ranks, track >= plan.num_ranks
-        if _Kind.of(plan, columns.ops[op], in_copies).misplaced(plan, rank, Action(columns.ops[op], site, 0)):
+        if _misplacement(plan, track % plan.num_ranks, Action(columns.ops[op], site, 0), track >= plan.num_ranks):
             wrong.append(key)
     return known[np.isin(keys, wrong)] if wrong else known[:0]
 
@@ -91,44 +77,33 @@ def _missing(plan: Plan, steps: Listed) -> Iterator[Violation]:
     for kind in operations():
         if kind.presence not in always and not (kind.presence in complete and kind.op in present):
             continue
-        site, ranks = "stage" if kind.sites is of_stages else "site", kind.sites(plan.placement)
+        site, ranks = site_name(kind.op), kind.sites(plan.placement)
         for index, c in np.argwhere(steps.table(kind.op, len(ranks), len(plan.chunks)) == NO_STEP).tolist():
             on = None if ranks[index] == ANYWHERE else ranks[index]
             yield Violation(on, None, Action(kind.op, index, c), f"missing: {site} {index} never runs {kind.op} of chunk {c}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind of action in a list of the plan."""
-
-    foreign: str  # reason for which it may not be in the list; empty if it may
-    is_listed: bool = False  # it is of the list's track
-    ranks: Sequence[int] = ()
-    site: str = ""
-
-    @classmethod
-    def of(cls, plan: Plan, op: Op, in_copies: bool) -> _Kind:
-        if not is_defined(op):
-            return cls(f"operation {op} has no definition")
+def _misplacement(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:
+    """Return the reason for which an action may not be in a list of a rank; empty if it may."""
+    op, index, chunk = action
+    try:
         kind = operation(op)
-        if kind.track is Track.LOWERED:
-            return cls("a send, receive or release has no place in a plan: lowering adds them")
-        if kind.track is not (Track.COPY if in_copies else Track.COMPUTE):
-            return cls(f"{op} belongs into {'the compute list' if in_copies else 'the copies'} of its rank")
-        return cls("", True, kind.sites(plan.placement), "stage" if kind.sites is of_stages else "site")
-
-    def misplaced(self, plan: Plan, rank: int, action: Action) -> str:
-        """Reason for which an action may not be on a rank; empty if it may."""
-        op, index, chunk = action
-        if not 0 <= index < len(self.ranks):
-            return f"unknown {self.site} {index}; there are {len(self.ranks)}"
-        if not 0 <= chunk < len(plan.chunks):
-            return f"unknown chunk {chunk}; there are {len(plan.chunks)}"
-        if self.ranks[index] not in (rank, ANYWHERE):
-            return f"wrong rank: {self.site} {index} is placed on rank {self.ranks[index]}"
-        if plan.forward_only and operation(op).presence not in (Presence.ALWAYS, Presence.COMPLETE_ALWAYS):
-            return "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"
-        return ""
+    except PlanError:
+        return f"operation {op} has no definition"
+    if kind.track is Track.LOWERED:
+        return "a send, receive or release has no place in a plan: lowering adds them"
+    if kind.track is not (Track.COPY if in_copies else Track.COMPUTE):
+        return f"{op} belongs into {'the compute list' if in_copies else 'the copies'} of its rank"
+    ranks, site = kind.sites(plan.placement), site_name(op)
+    if not 0 <= index < len(ranks):
+        return f"unknown {site} {index}; there are {len(ranks)}"
+    if not 0 <= chunk < len(plan.chunks):
+        return f"unknown chunk {chunk}; there are {len(plan.chunks)}"
+    if ranks[index] not in (rank, ANYWHERE):
+        return f"wrong rank: {site} {index} is placed on rank {ranks[index]}"
+    if plan.forward_only and kind.presence not in (Presence.ALWAYS, Presence.COMPLETE_ALWAYS):
+        return "a forward-only plan holds forwards, and vocabulary shards with their losses, and nothing else"
+    return ""
 
 
 def _offloads(plan: Plan, columns: PlanColumns, steps: Listed) -> Iterator[Violation]:

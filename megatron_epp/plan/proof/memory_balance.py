@@ -9,7 +9,7 @@ import numpy as np
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.plan.kv_offload import host_memory
-from megatron_epp.plan.operations import Role, Track, of_stages, operation, operations
+from megatron_epp.plan.operations import Role, Track, of_stages, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulation import Timeline, memory_changes
 from megatron_epp.plan.violation import Violation, fault
@@ -84,17 +84,15 @@ def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Viola
     live: dict[_Owner, int] = {}
     openers: dict[tuple[int, int], Action] = {}
     joined = _joined(timeline.plan, rank, chains)
-    roles = {kind.op: kind.role for kind in operations()}
-    sites = _site_names()
     for event in timeline.memory_events(rank):
         step, delta, at_end = event.step, event.delta_bytes, event.at_end
         op, stage, chunk = step.action
-        owner: _Owner = (sites[op], stage, chains[chunk])
+        owner: _Owner = (site_name(op), stage, chains[chunk])
         owner = joined.get(owner, owner) if joined else owner
         before = live.get(owner, 0)
         live[owner] = after = before + delta
         for action in step.actions:
-            role = roles[action.op]
+            role = operation(action.op).role
             if role is Role.OPENS:
                 if at_end and step.alloc_bytes > step.free_bytes:
                     openers[action[1:]] = action
@@ -110,14 +108,13 @@ def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Viola
             yield fault(reason, rank)
 
 
-def _site_names() -> dict[Op, str]:
-    return {kind.op: "stage" if kind.sites is of_stages else "site" for kind in operations()}
+def site_name(op: Op) -> str:
+    return "stage" if operation(op).sites is of_stages else "site"
 
 
 def _joined(plan: Plan, rank: int, chains: list[int]) -> dict[_Owner, _Owner]:
     """Owners that are one because actions of both run in one step, each with the one that stands for it; none without such."""
     joined: dict[_Owner, _Owner] = {}
-    sites = _site_names()
 
     def root(owner: _Owner) -> _Owner:
         while (above := joined.get(owner, owner)) != owner:
@@ -126,7 +123,7 @@ def _joined(plan: Plan, rank: int, chains: list[int]) -> dict[_Owner, _Owner]:
 
     for step in plan.ranks[rank]:
         if step.also:
-            first, *others = (root((sites[op], stage, chains[chunk])) for op, stage, chunk in step.actions)
+            first, *others = (root((site_name(op), stage, chains[chunk])) for op, stage, chunk in step.actions)
             joined |= {other: first for other in others if other != first}
     return {owner: root(owner) for owner in joined}
 
