@@ -24,15 +24,15 @@ from megatron_epp.features.trees.obstacles import obstacle_of
 from megatron_epp.features.trees.tree_cache import TreeView
 from megatron_epp.losses import Average
 from megatron_epp.mcore.arguments.layout import token_shards
-from megatron_epp.mcore.iteration.microbatch_agreement import Prefixes, Shapes
+from megatron_epp.mcore.iteration.microbatch_agreement import Shapes
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
-from megatron_epp.mcore.iteration.microbatch_shapes import UnreadOf
 from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage
 from megatron_epp.mcore.model import rotary
 from megatron_epp.mcore.model.adopt_built import adopt_built, refusal
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.language_model import axes_of, language_model_of
 from megatron_epp.plan import EppError
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job
 
@@ -155,28 +155,24 @@ def share(run: MicrobatchRun) -> None:
         adopt_built(model, run.args)
         rotary.adopt(language_model_of(model))
     models = [PrefixModel(stage) for stage in run.stages.values()]
-    run.find_prefixes = partial(_found, models, token_shards(run.args), run.unread_of)
+    run.find_prefixes = partial(_found, models, token_shards(run.args))
 
 
 def _found(
-    models: Sequence[PrefixModel],
-    multiple: int,
-    unread_of: UnreadOf,
-    shapes: Shapes | None,
-    items: Sequence[Sequence[Any]],
-) -> Prefixes | None:
+    models: Sequence[PrefixModel], multiple: int, shapes: Shapes | None, items: Sequence[Sequence[Any]]
+) -> tuple[Borrowed, ...] | None:
     if problem := next(filter(None, (model.problem for model in models)), ""):
         _tell(problem)
         return None
     own = next(filter(None, items), ())
     if shapes is None or len(own) != len(shapes) or any(shape.rows > 1 for shape in shapes):
-        return Prefixes()
-    unread, lengths = [*map(unread_of, own)], [shape.lengths for shape in shapes]
+        return ()
+    lengths = [shape.lengths for shape in shapes]
     most = [length - 1 for each in lengths for length in each]
-    if is_known := None not in unread:
-        of_each = chain(*(_of_all(each or (), len(sizes)) for each, sizes in zip(unread, lengths, strict=True)))
-        most = [*map(min, most, of_each)]
-    return Prefixes(borrowed_of(own, lengths, most, multiple), is_known)
+    if None not in (unread := [shape.unread for shape in shapes]):
+        of_each = (_of_all(each or (), len(sizes)) for each, sizes in zip(unread, lengths, strict=True))
+        most = [*map(min, most, chain(*of_each))]
+    return borrowed_of(own, lengths, most, multiple)
 
 
 @cache  # once for all iterations

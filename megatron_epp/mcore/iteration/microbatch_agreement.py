@@ -22,13 +22,6 @@ logger = logging.getLogger(__name__)
 Shapes = tuple[Microbatch, ...]
 
 
-class Prefixes(NamedTuple):
-    """Tokens that sequences of an iteration begin with in common."""
-
-    borrowed: tuple[Borrowed, ...] = ()  # of the sequences of all microbatches in a row; empty for nothing
-    unread: bool = False  # no loss reads the logits of a token whose rows its sequence borrows
-
-
 class LocalShapes(NamedTuple):
     """Microbatches of an iteration, as one rank has found them."""
 
@@ -37,7 +30,8 @@ class LocalShapes(NamedTuple):
     position: int  # of this rank in the pipeline
     num_bytes: int = 0  # of microbatches that this rank holds on its device during the iteration
     replica: int = 0
-    prefixes: Prefixes | None = None  # None if this rank's model cannot share any
+    # What sequences of all microbatches in a row borrow, empty for nothing; None if this rank's model cannot share any
+    borrowed: tuple[Borrowed, ...] | None = None
 
 
 class AgreedShapes(NamedTuple):
@@ -49,7 +43,12 @@ class AgreedShapes(NamedTuple):
     # Of microbatches on the device throughout the iteration, per pipeline rank; the most of its replicas
     num_bytes: tuple[int, ...]
     own: Shapes = ()  # of this replica's microbatches; empty if they are `shapes`
-    prefixes: Prefixes = Prefixes()
+    borrowed: tuple[Borrowed, ...] = ()
+
+    @property
+    def is_unread(self) -> bool:
+        """True if it is known of all microbatches which logits nothing reads."""
+        return all(shape.unread is not None for shape in self.shapes)
 
     @property
     def here(self) -> Shapes:
@@ -87,8 +86,8 @@ def agree_on_shapes(local: LocalShapes, group: ObjectGroup) -> AgreedShapes:
     for sent, _ in ranks:
         num_bytes[sent.position] = max(sent.num_bytes, num_bytes.get(sent.position, 0))
     every = tuple(num_bytes[position] for position in sorted(num_bytes))
-    prefixes = {sent.prefixes for sent, _ in ranks if sent.shapes is not None or sent.prefixes is None}
-    agreed = (prefixes.pop() if len(prefixes) == 1 else None) or Prefixes()
+    borrowed = {sent.borrowed for sent, _ in ranks if sent.shapes is not None or sent.borrowed is None}
+    agreed = (borrowed.pop() or ()) if len(borrowed) == 1 else ()
     return AgreedShapes(of_all, every, () if own == of_all else own, agreed)
 
 

@@ -29,12 +29,11 @@ from megatron_epp.mcore.iteration.microbatch_agreement import (
     AgreedShapes,
     Ahead,
     LocalShapes,
-    Prefixes,
     Shapes,
     agree_on_shapes,
     installed,
 )
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, UnreadOf, tensor_bytes
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatches, tensor_bytes
 from megatron_epp.mcore.iteration.microbatch_stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.iteration.reduction import Reduction
 from megatron_epp.mcore.iteration.report import IterationReport
@@ -43,6 +42,7 @@ from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, is_replay
 from megatron_epp.mcore.releases import reads_ahead
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
+from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.errors import Names
 from megatron_epp.plan.plan_figures import offload_share
 from megatron_epp.plan.problem import Options, Problem
@@ -101,18 +101,11 @@ class MicrobatchRun(Run):
 
     stages: dict[int, MicrobatchStage]
     makes_chunks = False
-    find_prefixes: Callable[[Shapes | None, Sequence[Sequence[Any]]], Prefixes | None] = staticmethod(lambda *items: None)
-    """Returns `LocalShapes.prefixes`, of microbatches of which a rank without data has none."""
+    find_prefixes: Callable[..., tuple[Borrowed, ...] | None] = staticmethod(lambda shapes, items: None)
+    """Returns `LocalShapes.borrowed`, of microbatches of which a rank without data has none."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        models: list[torch.nn.Module],
-        loaded: Sequence[KeptCosts] = (),
-        unread_of: UnreadOf = lambda item: None,
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         super().__init__(args)
-        self.unread_of = unread_of
         for adopt in targets(self.asked, "built"):
             adopt([unwrap_model(model) for model in models], args)
         self.models, self._on_gpu, self.loaded_costs = models, torch.cuda.is_initialized(), loaded
@@ -148,13 +141,13 @@ class MicrobatchRun(Run):
         """Return what all ranks with the same plan know of an iteration's microbatches (`LocalShapes`), `items` of each of this
         rank's chunks. A collective call.
         """
-        prefixes = None
+        borrowed = None
         try:
             if self.learning.is_done:  # costs are learnt from what stock would run
-                prefixes = self.find_prefixes(shapes, items)
+                borrowed = self.find_prefixes(shapes, items)
         except Exception as error:  # alone, it would leave other ranks waiting
             problem = problem or str(error)
-        local = LocalShapes(shapes, problem, self.rank, num_bytes, self.replica, prefixes)
+        local = LocalShapes(shapes, problem, self.rank, num_bytes, self.replica, borrowed)
         return agree_on_shapes(local, self.links.control)
 
     def plan_of_call(self, agreed: AgreedShapes, forward_only: bool) -> MicrobatchPlan | None:
@@ -259,8 +252,8 @@ class MicrobatchRun(Run):
             if in_order:
                 return self.process.plan_microbatches("plan_in_order", *asked)
             # Of each chunk its own tokens: those that nothing reads take no time behind the layers.
-            trained = tuple((length,) for each in asked[0] for length in each) if agreed.prefixes.unread else ()
-            sharing = replace(problem, borrowed=agreed.prefixes.borrowed, trained=trained)
+            trained = tuple((length,) for each in asked[0] for length in each) if agreed.is_unread else ()
+            sharing = replace(problem, borrowed=agreed.borrowed, trained=trained)
             return self.process.plan_microbatches("plan_microbatches", asked[0], sharing, *asked[2:])
         except InfeasibleError as error:
             logger.warning("microbatches run in their own order, in 1F1B: %s", advice(possible_on_device(error), self.names))

@@ -14,7 +14,7 @@ from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.mcore.arguments.flag import GIVEN
 from megatron_epp.mcore.iteration.microbatch_agreement import installed
 from megatron_epp.mcore.iteration.microbatch_run import MicrobatchRun
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches, UnreadOf, shape_of, take
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, Microbatches, shape_of, take
 from megatron_epp.mcore.iteration.report import NOTHING, IterationReport
 from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, is_replay
 from megatron_epp.mcore.model.stage import timed
@@ -38,7 +38,7 @@ class Schedule:
         arguments: Callable[[list[torch.nn.Module]], argparse.Namespace],
         shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
         looks_ahead: bool = False,
-        unread_of: UnreadOf = lambda item: None,
+        unread_of: Callable[[Any], Sequence[int] | None] | None = None,
     ) -> None:
         self._arguments, self._shape_of, self._looks_ahead = arguments, shape_of, looks_ahead
         self._unread_of = unread_of
@@ -104,7 +104,7 @@ class Schedule:
         for run in self._runs:
             if run.models == models:
                 return run
-        run = MicrobatchRun(self._arguments(models), models, self._loaded, self._unread_of)
+        run = MicrobatchRun(self._arguments(models), models, self._loaded)
         with run.telling_others():
             refuse_router_replay(models, run.args.epp_order)
             if len(models) > 1:
@@ -139,7 +139,9 @@ class Schedule:
     def _shape(self, item: Any) -> Microbatch:
         refuse_group_sizes(item)
         shape = self._shape_of(item)
-        return shape if isinstance(shape, Microbatch) else Microbatch(tuple(filter(None, map(int, shape))))
+        shape = shape if isinstance(shape, Microbatch) else Microbatch(tuple(filter(None, map(int, shape))))
+        unread = None if self._unread_of is None else self._unread_of(item)
+        return shape if unread is None else shape._replace(unread=tuple(unread))
 
 
 # ---- features of a framework that only its model or its microbatches show ----------------------------------------------

@@ -27,10 +27,7 @@ class Microbatch(NamedTuple):
 
     lengths: tuple[int, ...]
     rows: int = 1
-
-
-UnreadOf = Callable[[Any], Sequence[int] | None]
-"""Returns, for every sequence of a microbatch, how many of its first tokens have logits that no loss reads; None if unknown."""
+    unread: tuple[int, ...] | None = None  # first tokens of each sequence whose logits nothing reads; None if unknown
 
 
 class Microbatches:

@@ -73,7 +73,7 @@ class MicrobatchStage(ModelStage):
     ) -> None:
         """Start an iteration: `order` has the microbatch of every chunk of the plan."""
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, agreed.here, order
-        self.reads_all = not agreed.prefixes.unread
+        self.reads_all = not agreed.is_unread
         """True if losses may read logits of all tokens."""
         self._tokens = {index: plan.padded_tokens(chunk) for chunk, index in enumerate(order)}
         self._saved = saved

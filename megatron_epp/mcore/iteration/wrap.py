@@ -18,7 +18,7 @@ from megatron_epp.mcore.arguments.refusals import refuse
 from megatron_epp.mcore.arguments.rule import Door
 from megatron_epp.mcore.arguments.table import TABLE, names_in_loop
 from megatron_epp.mcore.iteration.microbatch_schedule import Schedule
-from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, UnreadOf, shape_of
+from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch, shape_of
 from megatron_epp.mcore.model.language_model import language_model_of
 from megatron_epp.mcore.patches import patching
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
@@ -34,7 +34,7 @@ number of training iterations for one line in the log."""
 def wrap(
     *,
     shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
-    unread_of: UnreadOf = lambda item: None,
+    unread_of: Callable[[Any], Sequence[int] | None] | None = None,
     **settings: object,
 ) -> Schedule:
     """Return a function to call in place of Megatron's schedule, with the same arguments: it runs microbatches by a plan.
@@ -96,19 +96,14 @@ _PIPELINED = ("forward_backward_pipelining_without_interleaving", "forward_backw
 _installed: list[patching.Patch] = []
 
 
-def install(
-    *,
-    shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
-    unread_of: UnreadOf = lambda item: None,
-    **settings: object,
-) -> Schedule:
+def install(**settings: Any) -> Schedule:
     """Replace Megatron's pipeline schedules by `wrap`'s function, so that a framework is not changed.
 
     The functions are replaced in Megatron's module and wherever they have been imported. Without pipeline stages Megatron's own
     schedule runs. `megatron_epp.mcore.iteration.wrap.uninstall` ends it.
 
     Args:
-        shape_of, unread_of, settings: as `wrap` takes them.
+        settings: as `wrap` takes them, `shape_of` and `unread_of` among them.
 
     Returns:
         the function, whose learnt costs a checkpoint may keep.
@@ -118,7 +113,7 @@ def install(
     """
     if _installed:
         raise EppError("plans run Megatron's schedules already: call megatron_epp.mcore.iteration.wrap.uninstall first")
-    schedule = wrap(shape_of=shape_of, unread_of=unread_of, **settings)
+    schedule = wrap(**settings)
 
     def run(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         """Run microbatches by a plan."""
