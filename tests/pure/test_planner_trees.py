@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost.blocks import HEAD, BlockCosts
 from megatron_epp.cost.kv_costs import KVBytes
+from megatron_epp.features.microbatch_prefixes.whole_plans import lenders_first
 from megatron_epp.features.trees.choice import divisible
 from megatron_epp.features.trees.readers import groups_of
 from megatron_epp.features.trees.tree_cuts import cut_trees
@@ -266,17 +267,27 @@ def test_whole_microbatches_share_with_each_other_and_those_that_lend_run_first(
     assert sum(own.num_tokens for own in made.chunks) == sum(lengths) - sum(tokens for _, tokens in borrowed)
 
 
+def test_microbatches_keep_their_order_but_for_those_that_lend():
+    """The third borrows of the second, the first of none."""
+    lengths, borrowed = (300, 200, 250, 100), (NOTHING_BORROWED, NOTHING_BORROWED, Borrowed(1, 150), NOTHING_BORROWED)
+    asked = replace(problem(lengths, 2), borrowed=borrowed)
+    rows = [chunk((0, 0, 300)), chunk((1, 0, 200)), chunk((2, 150, 250)), chunk((3, 0, 100))]
+    assert lenders_first(rows, asked) == tuple(rows)
+    assert lenders_first([rows[3], rows[2], rows[0], rows[1]], asked) == (rows[3], rows[0], rows[1], rows[2])
+
+
 def test_logits_of_all_tokens_of_microbatches_take_memory_and_time_and_unread_ones_only_memory():
     lengths, borrowed = groups(1, 6, 4000, 200)
     microbatches, asked = tuple((length,) for length in lengths), replace(problem((), 2), borrowed=borrowed)
     costs = replace(COSTS, stages=(COSTS.stages[0], with_head(COSTS.stages[1])))
     unread = replace(asked, trained=tuple((length,) for length in lengths))
-    (read, _), (zeros, _) = (plan_microbatches(microbatches, each, costs, Options(shares=True)) for each in (asked, unread))
+    cases = (asked, costs), (unread, costs), (asked, COSTS)
+    read, zeros, headless = (plan_microbatches(microbatches, *case, Options(shares=True)).plan for case in cases)
     separate, _ = plan_microbatches(microbatches, replace(asked, borrowed=()), costs, Options())
     assert read.borrowed == zeros.borrowed == borrowed
-    kept = [max(each.predicted.peak_bytes) - max(each.static_bytes) for each in (read, zeros)]
     own_tokens = sum(lengths) - sum(tokens for _, tokens in borrowed)
-    assert kept[0] == kept[1] > 2 * HEAD_BYTES * own_tokens
+    peaks = [max(each.predicted.peak_bytes) for each in (read, zeros, headless)]
+    assert peaks[0] == peaks[1] > peaks[2] + 1.5 * HEAD_BYTES * own_tokens
     assert 1.5 * zeros.predicted.makespan_us < read.predicted.makespan_us < separate.predicted.makespan_us
 
 
