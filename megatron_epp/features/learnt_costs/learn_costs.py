@@ -78,7 +78,7 @@ class CostLearning(RunFeature):
         """Return costs that an earlier run has learnt, if it was like this one. A collective call of all ranks."""
         run, models = self._run, {number: stage.model for number, stage in self._run.stages.items()}
         self._learnt_with = fingerprint(run.args, models, run.links)
-        known = resumed(run.args, run.loaded_costs, self._learnt_with)
+        known = made_by_first(lambda: resumed(run.args, run.loaded_costs, self._learnt_with))
         if known is None:
             return prior
         self._seen = _ITERATIONS

@@ -102,21 +102,19 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
     Layers, messages and static bytes of `base` stay. With `keeps_weights`, weight gradients that were never split keep their
     share of the backward; otherwise they are unknown.
     """
-    times: dict[tuple[int, Op], list[Timed]] = {}
-    sizes: dict[tuple[int, Op], list[tuple[int, int]]] = {}
-    for learnt in everyone:
-        for key, timed in learnt.times.items():
-            times.setdefault(key, []).extend(timed)
-        for key, measured in learnt.sizes.items():
-            sizes.setdefault(key, []).extend(measured)
+
+    def per_token(stage: int, op: Op) -> list[float]:
+        return [size / tokens for learnt in everyone for tokens, size in learnt.sizes.get((stage, op), ())]
+
     stages = []
     for number, stage in enumerate(base.stages):
-        known = _with_times(base, number, {op: times.get((number, op), []) for op in (Op.F, Op.B, Op.W)}, keeps_weights)
-        if found_bytes := sizes.get((number, Op.F)):
-            known = _with_bytes(known, max(size / tokens for tokens, size in found_bytes))
-        if found_bytes := sizes.get((number, Op.W)):
-            per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / max(1, stage.num_layers)
-            known = known.changed(weight_bytes_per_token=0.0).changed(LAYER, weight_bytes_per_token=per_token)
+        times = {op: _times_of(everyone, number, op) for op in (Op.F, Op.B, Op.W)}
+        known = _with_times(base, number, times, keeps_weights)
+        if kept_bytes := per_token(number, Op.F):
+            known = _with_bytes(known, max(kept_bytes))
+        if kept_bytes := per_token(number, Op.W):
+            of_layer = max(0.0, *kept_bytes) / max(1, stage.num_layers)
+            known = known.changed(weight_bytes_per_token=0.0).changed(LAYER, weight_bytes_per_token=of_layer)
         stages.append(known)
     before, after = (
         sum(s.line("forward").per_token_us + s.line("backward").per_token_us for s in of) for of in (base.stages, stages)
@@ -136,9 +134,12 @@ def untold(base: PipelineCosts, ranks: Sequence[Learnt]) -> tuple[str, ...]:
     """Return the coefficients of forwards whose ratio to the others `fitted_costs` leaves as by formula, on some stage."""
     names: dict[str, None] = {}
     for number, stage in enumerate(base.stages):
-        times = [timed for learnt in ranks for timed in learnt.times.get((number, Op.F), ())]
-        names |= dict.fromkeys(undetermined(stage.line("forward"), times))
+        names |= dict.fromkeys(undetermined(stage.line("forward"), _times_of(ranks, number, Op.F)))
     return tuple(names)
+
+
+def _times_of(everyone: Sequence[Learnt], stage: int, op: Op) -> list[Timed]:
+    return [timed for learnt in everyone for timed in learnt.times.get((stage, op), ())]
 
 
 def _with_times(base: PipelineCosts, number: int, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
@@ -224,8 +225,7 @@ def _fitted_pass(shards: VocabularyShards, op: Op, earlier: LinearTime, everyone
     """Fit the line of an operation for the whole vocabulary: that of the slowest shard, for which a collective waits."""
     lines, tokens = [], []
     for rank in range(len(shards.shares)):
-        times = [timed for learnt in everyone for timed in learnt.times.get((rank, op), ())]
-        if times:
+        if times := _times_of(everyone, rank, op):
             lines.append(shards.of_whole(fitted_line(shards.of_shard(earlier, rank), times, pairs=False), rank))
             tokens += [timed.tokens for timed in times]
     return max(lines, key=lambda line: line.time_us(fmean(tokens), 0), default=earlier)
