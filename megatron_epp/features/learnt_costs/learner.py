@@ -40,7 +40,7 @@ class Learner:
         """Add a training iteration.
 
         Args:
-            events: of this rank: action, start, end and processor time in microseconds; empty if it was not recorded.
+            events: of this rank: action, start, end and processor time in microseconds.
             kept_bytes: bytes that each forward (F) left allocated, or each backward for its weight gradient (W), by operation,
                 stage and chunk; empty where memory is not measured.
             peak_bytes: most bytes allocated on this rank so far; 0 where memory is not measured.
@@ -80,7 +80,7 @@ class Learner:
         self.seen += 1
 
     def skip(self) -> None:
-        """Count a training iteration in which this rank has run nothing, so that all ranks record the same iterations."""
+        """Count a training iteration that is not recorded, or in which this rank runs nothing: all ranks count the same."""
         self.seen += 1
 
 
@@ -119,13 +119,22 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
     before, after = (
         sum(s.line("forward").per_token_us + s.line("backward").per_token_us for s in of) for of in (base.stages, stages)
     )
+    if (vocabulary := base.vocabulary) is not None:  # what was not measured stays as by formula
+        spread, gather = (_collectives(op, len(vocabulary.shares), everyone) for op in (Op.SPREAD, Op.GATHER))
+        vocabulary = replace(
+            vocabulary,
+            logits=_fitted_pass(vocabulary, Op.S, vocabulary.logits, everyone),
+            gradient=_fitted_pass(vocabulary, Op.T, vocabulary.gradient, everyone),
+            spread=fitted_line(vocabulary.spread, spread, pairs=False),
+            gather=fitted_line(vocabulary.gather, gather, pairs=False),
+        )
     shares = [learnt.offloadable_share for learnt in everyone if learnt.offloadable_share is not None]
     return replace(
         base,
         name="learnt",
         stages=tuple(stages),
         copy_us_per_byte=base.copy_us_per_byte * (after / before if before else 1.0),
-        vocabulary=None if base.vocabulary is None else _fitted_shards(base.vocabulary, everyone),
+        vocabulary=vocabulary,
         offloadable_share=min(shares, default=base.offloadable_share),
     )
 
@@ -208,17 +217,6 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     of_layer = of_layers / max(1, stage.num_layers)
     known = known.changed(INPUT, bytes_per_token=left).changed(LAYER, bytes_per_token=of_layer, **UNKNOWN_BYTES)
     return replace(known, unlike=())
-
-
-def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> VocabularyShards:
-    """Fit the times of vocabulary shards to all ranks' measurements. What was not measured stays as by formula."""
-    return replace(
-        base,
-        logits=_fitted_pass(base, Op.S, base.logits, everyone),
-        gradient=_fitted_pass(base, Op.T, base.gradient, everyone),
-        spread=fitted_line(base.spread, _collectives(Op.SPREAD, len(base.shares), everyone), pairs=False),
-        gather=fitted_line(base.gather, _collectives(Op.GATHER, len(base.shares), everyone), pairs=False),
-    )
 
 
 def _fitted_pass(shards: VocabularyShards, op: Op, earlier: LinearTime, everyone: Sequence[Learnt]) -> LinearTime:
