@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -188,6 +188,12 @@ class GradientsKept:
 
     def step(self) -> tuple[bool, float, int]:
         return True, 0.0, 0
+
+
+def in_groups(tokens: Sequence[Tensor], size: int) -> Iterator[Tensor]:
+    """Yield samples, so many of which at a time begin with the prompt of the first of them."""
+    for at, own in enumerate(tokens):
+        yield torch.cat([tokens[at - at % size][:PROMPT], own[PROMPT:]])
 
 
 def batch_of(samples: Samples, size: Size, global_count: int, rows: int | None = None) -> Any:

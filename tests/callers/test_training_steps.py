@@ -42,6 +42,12 @@ def test_adapters_as_the_framework_adds_them_have_the_gradients_of_megatrons_sch
 
 
 @if_installed("swift")
+def test_sequences_of_swifts_microbatches_share_the_prompts_of_their_groups() -> None:
+    output = assert_equal_training("swift", 2, group=8)
+    assert output.count("tokens shared") == BATCHES - LEARNING
+
+
+@if_installed("swift")
 @pytest.mark.parametrize("processes", [pytest.param(2, id="PP 2"), pytest.param(4, id="PP 2 x DP 2")])
 def test_a_step_of_swifts_dpo_sends_hidden_states_of_two_models_by_plans_and_has_the_same_gradients_and_losses(
     processes: int,

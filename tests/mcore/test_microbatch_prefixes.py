@@ -67,3 +67,13 @@ def test_a_model_that_cannot_share_refuses_a_program_that_asks_for_it() -> None:
     finished = job(1, "prefixed:compared", stages=1, **given)
     assert finished.returncode == 1
     assert "share_prefixes does not go with experts" in finished.output
+
+
+def test_slimes_microbatches_share_prompts_by_its_hook_alone() -> None:
+    finished = job(2, "prefixed:by_slimes_plugin", env={"MEGATRON_EPP": "1"})
+    for rank in of_ranks(finished):
+        assert max(rank["worst"]) < TOLERANCE
+        for results in rank["results"]:
+            losses = [[result["loss"] for result in each] for each in (results, rank["stock"])]
+            assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE, abs=TOLERANCE)
+    assert finished.output.count("tokens shared") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from types import ModuleType
@@ -86,7 +87,13 @@ class ByOffset(Microbatches):
 
     def __init__(self, iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> None:
         self._iterator, self._count, self._first, self._shape_of = iterator, count, iterator.offset, shape_of
-        self.items = [self.at(index).get_next(["total_lengths", "response_lengths", "tokens"]) for index in range(count)]
+        self.items = [self._known(index) for index in range(count)]
+
+    def _known(self, index: int) -> Any:
+        """Return the columns of lengths and tokens, or of lengths alone where others are not there."""
+        with suppress(KeyError):
+            return self.at(index).get_next(["total_lengths", "response_lengths", "tokens"])
+        return self.at(index).get_next(["total_lengths"])
 
     def shapes(self) -> tuple[Microbatch, ...]:
         return tuple(map(self._shape_of, self.items))

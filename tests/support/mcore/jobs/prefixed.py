@@ -3,6 +3,7 @@
 Jobs of `test_microbatch_prefixes.py`.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -131,3 +132,45 @@ def compared(
 
 def cached_bytes(schedule: Any) -> int:
     return sum(stage.kv_cache.num_bytes for run in schedule._runs for stage in run.stages.values())
+
+
+class Reader:
+    """Microbatches as slime has them: `get_next` reads columns of samples, which are packed and padded together."""
+
+    def __init__(self, samples: Sequence[Sequence[Tensor]]) -> None:
+        self.samples, self.offset = samples, 0
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
+        own = self.samples[self.offset]
+        self.offset += 1
+        lengths = [len(tokens) for tokens in own]
+        columns = {"tokens": own, "total_lengths": lengths, "response_lengths": [length - PROMPT for length in lengths]}
+        return {key: columns.get(key) for key in keys}
+
+
+def read(reader: Reader, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    """Run a microbatch as `step` does, whose padding is a sequence of its own."""
+    columns = reader.get_next(["tokens", "total_lengths", "response_lengths"])
+    padding = -sum(columns["total_lengths"]) % PADDED
+    (batch,) = packed([*columns["tokens"], *([torch.zeros(padding, dtype=torch.int64)] if padding else [])], 1 << 30)
+    return step(iter([batch | {"of_responses": True}]), model)
+
+
+PADDED = 16
+
+
+def by_slimes_plugin() -> dict[str, Any]:
+    """Run microbatches by stock, then by plans that slime's hook has installed; return as `compared` does."""
+    samples = sequences(2, 4)
+    loop = begin([0] * 4, stages=2, positions="rope", apply_rope_fusion=False)
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from megatron_epp.callers import slime
+
+    DotProductAttention.forward = packed_attention
+    loop.batches, loop.forward_step = (lambda: Reader([samples[at : at + 2] for at in range(0, 8, 2)])), read
+    results, gradients = loop.run(megatrons_schedule())
+    with_fixed_times(US_PER_TOKEN)
+    slime.init(Namespace(tensor_model_parallel_size=1, data_pad_size_multiplier=PADDED))
+    runs = [loop.run(megatrons_schedule()) for _ in range(RUNS)]
+    return {"worst": [apart(own, gradients) for _, own in runs], "results": [own for own, _ in runs], "stock": results}

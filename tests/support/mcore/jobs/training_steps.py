@@ -27,6 +27,8 @@ SEQUENCES = 4
 BATCHES = 8
 """Each is trained once by either schedule; costs are learnt in the first four."""
 US_PER_TOKEN = {"forward": 100.0, "backward": 200.0}
+COMMON = 40
+"""Tokens of the prompts of groups: enough to be shared."""
 PLUGIN = Path("megatron_epp/callers/plugin.py")
 ForwardStep = Callable[..., Any]
 
@@ -109,11 +111,12 @@ def noted(step: ForwardStep, ran: list[int]) -> ForwardStep:
     return forward_step
 
 
-def packed(size: engine.Size, replica: int, replicas: int) -> Iterator[list[tuple[list[int], Tensor]]]:
-    """Yield this replica's batches: lengths and tokens of packed microbatches."""
+def packed(size: engine.Size, replica: int, replicas: int, group: int = 1) -> Iterator[list[tuple[list[int], Tensor]]]:
+    """Yield this replica's batches: lengths and tokens of packed microbatches, so many sequences with the same prompt."""
     for seed in range(BATCHES):
         count = MICROBATCHES * SEQUENCES * replicas
         tokens = engine.drawn(count, size.longest, size.vocabulary, seed).part(replica, replicas).tokens
+        tokens = [*engine.in_groups(tokens, group)]
         parts = [tokens[first : first + SEQUENCES] for first in range(0, len(tokens), SEQUENCES)]
         yield [([len(one) for one in part], torch.cat(part)[None]) for part in parts]
 
@@ -158,7 +161,9 @@ def of_swift() -> AbstractContextManager[None]:
     return stand_ins("transformer_engine", "einops", "aiohttp", extensions=True)
 
 
-def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, has_adapters: bool = False) -> dict[str, Any]:
+def swift(
+    stages: int, expert_parallel: int = 1, has_preferences: bool = False, has_adapters: bool = False, group: int = 1
+) -> dict[str, Any]:
     """Train by the step of ms-swift's trainer, with its data of packed sequences and its loss (with preferences that of DPO,
     and another model of reference in each stage); see `compared`.
     """
@@ -166,6 +171,8 @@ def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, 
     from megatron_epp.mcore import cpu
 
     change = with_swifts_adapters if has_adapters else None
+    if group > 1:
+        engine.PROMPT = COMMON
     size, model = begun(stages, expert_parallel, loss_per_token=not has_preferences, change=change)
     with of_swift():
         from swift.megatron.trainers.dpo_trainer import DummyDPOTrainer, MegatronDPOTrainer
@@ -219,7 +226,7 @@ def swift(stages: int, expert_parallel: int = 1, has_preferences: bool = False, 
             "seq_lens": lengths,
         }
 
-    batches = [[columns(*one) for one in batch] for batch in packed(size, replica, replicas)]
+    batches = [[columns(*one) for one in batch] for batch in packed(size, replica, replicas, group)]
     return compared(Trainer(step, [model], ran), batches)
 
 

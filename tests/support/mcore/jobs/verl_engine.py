@@ -3,7 +3,6 @@
 Jobs of `tests/callers/test_verl.py`. The frameworks' folder has to be there (`scripts.demo_rl.engine`).
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,7 @@ def trained(stages: int, expert_parallel: int = 1, group: int = 1) -> dict[str, 
     shared = {"experts": 4, "expert_parallel": expert_parallel} if expert_parallel > 1 else {}
     size = verl.Size(stages=stages, **shared)
     if group > 1:
-        verl.PROMPT = COMMON
+        verl.PROMPT = COMMON  # long enough to be shared
     with_fixed_times(US_PER_TOKEN)
     engine = verl.verl_engine(size)
     engine.optimizer = verl.GradientsKept()
@@ -52,7 +51,7 @@ def trained(stages: int, expert_parallel: int = 1, group: int = 1) -> dict[str, 
     for seed in range(BATCHES):
         everything = verl.drawn(SAMPLES * replicas, size.budget, size.vocabulary, seed)
         own = everything.part(replica, replicas)
-        batches.append(replace(own, tokens=[*in_groups(own.tokens, group)]))
+        batches.append(replace(own, tokens=[*verl.in_groups(own.tokens, group)]))
     was_installed = bool(_installed)
 
     def steps() -> list[dict[str, Any]]:
@@ -65,12 +64,6 @@ def trained(stages: int, expert_parallel: int = 1, group: int = 1) -> dict[str, 
     uninstall()
     compared = [compare(*pair) for pair in zip(planned, steps(), strict=True)]
     return {"rank": dist.get_rank(), "installed": was_installed, "batches": compared}
-
-
-def in_groups(tokens: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    for at, own in enumerate(tokens):
-        count = min(len(own), len(first := tokens[at - at % size]), COMMON)
-        yield torch.cat([first[:count], own[count:]])
 
 
 def step(engine: Any, samples: Any, size: Any, loss: Any, replicas: int, order: list[int], rows: int | None) -> dict[str, Any]:
