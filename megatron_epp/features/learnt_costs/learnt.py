@@ -50,7 +50,7 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
 def resumed(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[str, Any]) -> PipelineCosts | None:
     """Return costs that an earlier run learnt, by the folder of the loaded checkpoint; None if there are none for this run.
 
-    A warning says why kept costs do not hold.
+    The first rank of the job decides for all. A warning says why kept costs do not hold.
     """
     path = kept_file(args, FILE_NAME)
     source = path if not loaded else "the checkpoint"
