@@ -78,7 +78,7 @@ class CostLearning(RunFeature):
         """Return costs that an earlier run has learnt, if it was like this one. A collective call of all ranks."""
         run, models = self._run, {number: stage.model for number, stage in self._run.stages.items()}
         self._learnt_with = fingerprint(run.args, models, run.links)
-        known = resumed(run.args, run.loaded_costs, self._learnt_with)
+        known = made_by_first(lambda: resumed(run.args, run.loaded_costs, self._learnt_with))
         if known is None:
             return prior
         self._seen = _ITERATIONS
@@ -102,12 +102,11 @@ class CostLearning(RunFeature):
             return
         is_recording = self.is_recording
         self._seen += 1
-        if plan is None:
+        if plan is None or not is_recording:
             self.learner.skip()
         else:
-            self._plan = plan if is_recording else self._plan
-            known = self._known(plan, **measured()) if is_recording else {}
-            self._added = self._thread.submit(partial(self._add, plan, recorder if is_recording else None, known))
+            self._plan = plan
+            self._added = self._thread.submit(partial(self._add, plan, recorder, self._known(plan, **measured())))
         if self.is_done:
             if self._added is not None:
                 self._added.result()
@@ -122,13 +121,10 @@ class CostLearning(RunFeature):
             )
         return known
 
-    def _add(self, plan: Plan, recorder: Recorder | None, measured: Mapping[str, Any]) -> None:
+    def _add(self, plan: Plan, recorder: Recorder, measured: Mapping[str, Any]) -> None:
         """Record an iteration. On a GPU this waits for the device."""
-        if recorder is None:
-            self.learner.add(plan, (), {})
-        else:
-            measured = {"kept_bytes": {}, "collectives": recorder.collectives(), **measured}
-            self.learner.add(plan, recorder.events(), **measured)
+        measured = {"kept_bytes": {}, "collectives": recorder.collectives(), **measured}
+        self.learner.add(plan, recorder.events(), **measured)
 
     def _fit(self) -> None:
         """Fit costs to what all ranks have recorded, keep them with checkpoints, and plan by them."""
@@ -175,7 +171,6 @@ class LearntPlanner:
         self._is_over = threading.Event()
 
     def plan_with(self, planner: BackgroundPlanner) -> None:
-        """Set the planner that has learnt costs."""
         self._planner = planner
         self._is_over.set()
 

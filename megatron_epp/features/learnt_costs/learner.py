@@ -40,7 +40,7 @@ class Learner:
         """Add a training iteration.
 
         Args:
-            events: of this rank: action, start, end and processor time in microseconds; empty if it was not recorded.
+            events: of this rank: action, start, end and processor time in microseconds.
             kept_bytes: bytes that each forward (F) left allocated, or each backward for its weight gradient (W), by operation,
                 stage and chunk; empty where memory is not measured.
             peak_bytes: most bytes allocated on this rank so far; 0 where memory is not measured.
@@ -80,7 +80,7 @@ class Learner:
         self.seen += 1
 
     def skip(self) -> None:
-        """Count a training iteration in which this rank has run nothing, so that all ranks record the same iterations."""
+        """Count a training iteration that is not recorded, or in which this rank runs nothing: all ranks count the same."""
         self.seen += 1
 
 
@@ -102,32 +102,39 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
     Layers, messages and static bytes of `base` stay. With `keeps_weights`, weight gradients that were never split keep their
     share of the backward; otherwise they are unknown.
     """
-    times: dict[tuple[int, Op], list[Timed]] = {}
-    sizes: dict[tuple[int, Op], list[tuple[int, int]]] = {}
-    for learnt in everyone:
-        for key, timed in learnt.times.items():
-            times.setdefault(key, []).extend(timed)
-        for key, measured in learnt.sizes.items():
-            sizes.setdefault(key, []).extend(measured)
+
+    def per_token(stage: int, op: Op) -> list[float]:
+        return [size / tokens for learnt in everyone for tokens, size in learnt.sizes.get((stage, op), ())]
+
     stages = []
     for number, stage in enumerate(base.stages):
-        known = _with_times(base, number, {op: times.get((number, op), []) for op in (Op.F, Op.B, Op.W)}, keeps_weights)
-        if found_bytes := sizes.get((number, Op.F)):
-            known = _with_bytes(known, max(size / tokens for tokens, size in found_bytes))
-        if found_bytes := sizes.get((number, Op.W)):
-            per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / max(1, stage.num_layers)
-            known = known.changed(weight_bytes_per_token=0.0).changed(LAYER, weight_bytes_per_token=per_token)
+        times = {op: _times_of(everyone, number, op) for op in (Op.F, Op.B, Op.W)}
+        known = _with_times(base, number, times, keeps_weights)
+        if kept_bytes := per_token(number, Op.F):
+            known = _with_bytes(known, max(kept_bytes))
+        if kept_bytes := per_token(number, Op.W):
+            of_layer = max(0.0, *kept_bytes) / max(1, stage.num_layers)
+            known = known.changed(weight_bytes_per_token=0.0).changed(LAYER, weight_bytes_per_token=of_layer)
         stages.append(known)
     before, after = (
         sum(s.line("forward").per_token_us + s.line("backward").per_token_us for s in of) for of in (base.stages, stages)
     )
+    if (vocabulary := base.vocabulary) is not None:  # what was not measured stays as by formula
+        spread, gather = (_collectives(op, len(vocabulary.shares), everyone) for op in (Op.SPREAD, Op.GATHER))
+        vocabulary = replace(
+            vocabulary,
+            logits=_fitted_pass(vocabulary, Op.S, vocabulary.logits, everyone),
+            gradient=_fitted_pass(vocabulary, Op.T, vocabulary.gradient, everyone),
+            spread=fitted_line(vocabulary.spread, spread, pairs=False),
+            gather=fitted_line(vocabulary.gather, gather, pairs=False),
+        )
     shares = [learnt.offloadable_share for learnt in everyone if learnt.offloadable_share is not None]
     return replace(
         base,
         name="learnt",
         stages=tuple(stages),
         copy_us_per_byte=base.copy_us_per_byte * (after / before if before else 1.0),
-        vocabulary=None if base.vocabulary is None else _fitted_shards(base.vocabulary, everyone),
+        vocabulary=vocabulary,
         offloadable_share=min(shares, default=base.offloadable_share),
     )
 
@@ -136,9 +143,12 @@ def untold(base: PipelineCosts, ranks: Sequence[Learnt]) -> tuple[str, ...]:
     """Return the coefficients of forwards whose ratio to the others `fitted_costs` leaves as by formula, on some stage."""
     names: dict[str, None] = {}
     for number, stage in enumerate(base.stages):
-        times = [timed for learnt in ranks for timed in learnt.times.get((number, Op.F), ())]
-        names |= dict.fromkeys(undetermined(stage.line("forward"), times))
+        names |= dict.fromkeys(undetermined(stage.line("forward"), _times_of(ranks, number, Op.F)))
     return tuple(names)
+
+
+def _times_of(everyone: Sequence[Learnt], stage: int, op: Op) -> list[Timed]:
+    return [timed for learnt in everyone for timed in learnt.times.get((stage, op), ())]
 
 
 def _with_times(base: PipelineCosts, number: int, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
@@ -209,23 +219,11 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     return replace(known, unlike=())
 
 
-def _fitted_shards(base: VocabularyShards, everyone: Sequence[Learnt]) -> VocabularyShards:
-    """Fit the times of vocabulary shards to all ranks' measurements. What was not measured stays as by formula."""
-    return replace(
-        base,
-        logits=_fitted_pass(base, Op.S, base.logits, everyone),
-        gradient=_fitted_pass(base, Op.T, base.gradient, everyone),
-        spread=fitted_line(base.spread, _collectives(Op.SPREAD, len(base.shares), everyone), pairs=False),
-        gather=fitted_line(base.gather, _collectives(Op.GATHER, len(base.shares), everyone), pairs=False),
-    )
-
-
 def _fitted_pass(shards: VocabularyShards, op: Op, earlier: LinearTime, everyone: Sequence[Learnt]) -> LinearTime:
     """Fit the line of an operation for the whole vocabulary: that of the slowest shard, for which a collective waits."""
     lines, tokens = [], []
     for rank in range(len(shards.shares)):
-        times = [timed for learnt in everyone for timed in learnt.times.get((rank, op), ())]
-        if times:
+        if times := _times_of(everyone, rank, op):
             lines.append(shards.of_whole(fitted_line(shards.of_shard(earlier, rank), times, pairs=False), rank))
             tokens += [timed.tokens for timed in times]
     return max(lines, key=lambda line: line.time_us(fmean(tokens), 0), default=earlier)

@@ -25,7 +25,6 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.reading import parse_json, read_text
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.links.objects import made_by_first
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +39,19 @@ def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module],
     digests = {number: digest for of_rank in everyone for number, digest in of_rank.items()}
     config = get_model_config(next(iter(models.values())))
     known: dict[str, Any] = {flag_of(name): value for name, value in facts(args, "costs", config).items()}
-    if has_user_microbatches(args) and torch.cuda.is_initialized():
-        known["static bytes"] = "neither of microbatches nor of passes"  # earlier versions have learnt others
-    return known | {"the device": _device(), "parameters of stages": [digests[number] for number in sorted(digests)]}
+    device = f"cpu ({platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+    if torch.cuda.is_initialized():
+        device = torch.cuda.get_device_name()
+        if has_user_microbatches(args):
+            known["static bytes"] = "neither of microbatches nor of passes"  # earlier versions have learnt others
+    return known | {"the device": device, "parameters of stages": [digests[number] for number in sorted(digests)]}
 
 
 def resumed(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[str, Any]) -> PipelineCosts | None:
-    """Return costs that an earlier run learnt, the same on every rank; None if there are none for this run. A collective call.
+    """Return costs that an earlier run learnt, by the folder of the loaded checkpoint; None if there are none for this run.
 
-    The first rank of the job decides by the folder of the loaded checkpoint. A warning says why kept costs do not hold.
+    The first rank of the job decides for all. A warning says why kept costs do not hold.
     """
-    return made_by_first(lambda: _holding(args, loaded, now))
-
-
-def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[str, Any]) -> PipelineCosts | None:
     path = kept_file(args, FILE_NAME)
     source = path if not loaded else "the checkpoint"
     try:
@@ -78,12 +76,6 @@ def _digest(model: torch.nn.Module) -> str:
     """Digest of the shapes and types of a model chunk's parameters, in their order, and of which of them are frozen."""
     text = ";".join(f"{list(w.shape)} {w.dtype}{'' if w.requires_grad else ' frozen'}" for w in model.parameters())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _device() -> str:
-    if torch.cuda.is_initialized():
-        return torch.cuda.get_device_name()
-    return f"cpu ({platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads)"
 
 
 def with_times(here: PipelineCosts, earlier: PipelineCosts) -> PipelineCosts:

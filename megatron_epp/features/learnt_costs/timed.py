@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -79,8 +79,17 @@ def fitted_line(earlier: LinearTime, times: Sequence[Timed], pairs: bool = True)
     The time of launching stays, unless a pass took less. Equal sizes count by their median. Times far above the line are left
     out, and it is fitted to the others again.
     """
-    least_us = min((timed.time_us for timed in times), default=earlier.launch_us)
-    return replace(_device_line(earlier, times, pairs), launch_us=min(earlier.launch_us, least_us))
+    points = _points(earlier, times, pairs)
+    if not points:
+        return earlier
+    whole = fit_line(points, pairs).line
+    calm = [point for point in points if point.time_us <= _DISTURBED * whole.time_us(point.tokens, point.pairs)]
+    line = _columns(earlier, pairs)
+    for _ in range(_ROUNDS):
+        line = _near(line, calm or points, pairs)
+    fixed_us, per_token_us, per_pair_us = line.tolist()
+    per_read_us, launch_us = _reads_as_pairs(earlier, pairs) * per_pair_us, min(earlier.launch_us, *(t.time_us for t in times))
+    return LinearTime(fixed_us, per_token_us, per_pair_us, per_read_us=per_read_us, launch_us=launch_us)
 
 
 def undetermined(earlier: LinearTime, times: Sequence[Timed]) -> tuple[str, ...]:
@@ -93,19 +102,6 @@ def undetermined(earlier: LinearTime, times: Sequence[Timed]) -> tuple[str, ...]
     determined = (directions**2).sum(axis=0) if len(directions) else np.zeros(shares.shape[1])
     names = np.array(("fixed time", "time per token", "time per pair"))[np.flatnonzero(line)]
     return tuple(names[determined < _TOLD].tolist()) if len(names) > 1 else ()
-
-
-def _device_line(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> LinearTime:
-    points = _points(earlier, times, pairs)
-    if not points:
-        return earlier
-    whole = fit_line(points, pairs).line
-    calm = [point for point in points if point.time_us <= _DISTURBED * whole.time_us(point.tokens, point.pairs)]
-    line = _columns(earlier, pairs)
-    for _ in range(_ROUNDS):
-        line = _near(line, calm or points, pairs)
-    fixed_us, per_token_us, per_pair_us = line.tolist()
-    return LinearTime(fixed_us, per_token_us, per_pair_us, per_read_us=_reads_as_pairs(earlier, pairs) * per_pair_us)
 
 
 def _points(earlier: LinearTime, times: Sequence[Timed], pairs: bool) -> list[Point]:

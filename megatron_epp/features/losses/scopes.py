@@ -58,7 +58,7 @@ class _Columns(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         raise EppError(
-            f"{_class_of(self._loss)} reads {name}, which is not in its columns ({', '.join(self) or 'it has none'})"
+            f"loss {type(self._loss).__name__} reads {name}, which is not in its columns ({', '.join(self) or 'it has none'})"
         )
 
 
@@ -143,11 +143,12 @@ class ScopedLoss:
             loss, logged = self._called(self._rows(parts, values, weights.clone(), columns), parts)
             gradient, by_weight = torch.autograd.grad(loss, [values, weights], allow_unused=True)
         if gradient is None:
-            raise EppError(f"{_class_of(self.loss)} does not depend on what the model gives: it trains nothing")
+            raise EppError(f"loss {type(self.loss).__name__} does not depend on what the model gives: it trains nothing")
         if by_weight is None and (self.loss.scope, self.loss.average) == (Scope.TOKEN, Average.SEQUENCE_MEANS):
             raise EppError(
-                f"{_class_of(self.loss)} is averaged by {Average.SEQUENCE_MEANS} and does not depend on rows.weights: in "
-                "Scope.TOKEN the loss multiplies every token's value by its weight, 1 over the trained tokens of its sequence"
+                f"loss {type(self.loss).__name__} is averaged by {Average.SEQUENCE_MEANS} and does not depend on "
+                "rows.weights: in Scope.TOKEN the loss multiplies every token's value by its weight, 1 over the trained tokens "
+                "of its sequence"
             )
         with torch.no_grad():
             is_strange = ~gradient.isfinite().all(0)
@@ -175,7 +176,7 @@ class ScopedLoss:
         return of_all if self._group is None else of_all.chunk(self._group.size(), dim=1)[self._shared.rank]
 
     def _called(self, rows: Rows, parts: Sequence[_Part]) -> tuple[Tensor, dict[str, Tensor]]:
-        name = _class_of(self.loss)
+        name = f"loss {type(self.loss).__name__}"
         try:
             result: Any = self.loss(rows)
         except Exception as error:
@@ -240,10 +241,6 @@ class ScopedLoss:
 def _at(token: int, sizes: Sequence[int]) -> tuple[int, int]:
     part = bisect.bisect_right([*accumulate(sizes)], token)
     return part, token - sum(sizes[:part])
-
-
-def _class_of(loss: Loss) -> str:
-    return f"loss {type(loss).__name__}"
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -184,41 +184,30 @@ def _given(args: argparse.Namespace, num_layers: int) -> Layout:
     text, (kind, _, words) = args.layout, args.layout.rpartition(":")
     with naming_file(f"--layout {brief(text)}"):
         listed, placed = parse_layers(text), parse_layers(words) if kind in KINDS else None
+    ranks = pipeline_ranks(args) if listed is None else args.stages or len(listed)
     if placed is not None:
-        layout = Layout(placed, _several(kind, len(placed), pipeline_ranks(args)))
-        layout.check(num_layers, pipeline_ranks(args))
+        num_stages = len(placed)
+        if num_stages % ranks or (kind == "v" and num_stages != 2 * ranks):
+            stages = f"{2 * ranks} stages, two on each" if kind == "v" else "a multiple of as many stages"
+            raise EppError(f"--layout {kind}: has {num_stages} stages for {ranks} ranks (--stages): give {stages}")
+        layout = Layout(placed, Placement("v" if kind == "v" else "looped", ranks, num_stages // ranks))
+        layout.check(num_layers, ranks)
         return layout
+    wanted = f"give auto, even, balanced, a layout file, or {ranks} whole numbers (one for each of --stages) that add up to "
+    wanted += f"{num_layers} (--layers)"
     if listed is not None:
-        ranks = args.stages or len(listed)
         if len(listed) != ranks or sum(listed) != num_layers:
-            has = f"{len(listed)} stages and {sum(listed)} layers"
-            raise EppError(f"--layout {brief(text)} has {has}: {_wanted(ranks, num_layers)}")
+            raise EppError(f"--layout {brief(text)} has {len(listed)} stages and {sum(listed)} layers: {wanted}")
         return Layout(listed, Placement("looped", ranks, 1))
     if not os.path.isfile(text):
-        wanted = _wanted(pipeline_ranks(args), num_layers)
         raise EppError(f"--layout {brief(text)}: {wanted}{nearest(text, (AUTO, BALANCED, EVEN))}")
     with naming_file(f"--layout {text}"):
-        layout, ranks = Layout.from_json(read_text(text)), args.stages
+        layout = Layout.from_json(read_text(text))
         its_own = layout.placement.num_ranks
-        if ranks not in (None, its_own):
-            raise EppError(f"a layout for {its_own} pipeline ranks, and --stages is {ranks}: leave --stages out")
+        if args.stages not in (None, its_own):
+            raise EppError(f"a layout for {its_own} pipeline ranks, and --stages is {args.stages}: leave --stages out")
         layout.check(num_layers, its_own)
     return layout
-
-
-def _several(kind: str, num_stages: int, ranks: int) -> Placement:
-    """Return the placement of that many stages. Raises `EppError` unless all ranks have equally many, and two in a V."""
-    if num_stages % ranks or (kind == "v" and num_stages != 2 * ranks):
-        wanted = f"{2 * ranks} stages, two on each" if kind == "v" else "a multiple of as many stages"
-        raise EppError(f"--layout {kind}: has {num_stages} stages for {ranks} ranks (--stages): give {wanted}")
-    return Placement("v" if kind == "v" else "looped", ranks, num_stages // ranks)
-
-
-def _wanted(ranks: int, num_layers: int) -> str:
-    return (
-        f"give auto, even, balanced, a layout file, or {ranks} whole numbers (one for each of --stages) that add up to "
-        f"{num_layers} (--layers)"
-    )
 
 
 def _of_stages(args: argparse.Namespace, stored: PipelineCosts, ranks: int) -> Layout:

@@ -113,7 +113,8 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> Length
     if path.is_dir():
         raise EppError(f"--lengths {source} is a folder: {todo}")
     if not path.is_file():
-        wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
+        words = source.replace(",", " ").split()
+        wrong = next(word for word in words if not (word.isdecimal() and len(word) < 11 and 0 < int(word) <= MOST_SIZE))
         known = f"nor one of {', '.join(LIKE)}{nearest_number(wrong) or nearest(source, LIKE)}"
         raise EppError(f"--lengths {source}: there is no such file, and {brief(wrong)} is not a number of tokens, {known}")
     if path.suffix == ".idx":
@@ -151,7 +152,3 @@ def limited(batch: Lengths, args: argparse.Namespace, source: str = "") -> Lengt
     if args.documents == "stream":
         return Lengths(tuple(stream_lengths(tokens, args.context).tolist()))
     return Lengths(tuple(cut_documents(tokens, args.context, args.documents).lengths.tolist()))
-
-
-def _is_count(text: str) -> bool:
-    return text.isdecimal() and len(text) < 11 and 0 < int(text) <= MOST_SIZE

@@ -76,10 +76,6 @@ def add_arguments(parser: Parser) -> None:
     add("--append-eod", action=argparse.BooleanOptionalAction, help=end)
     add("--overwrite", action="store_true", help="replace the files of an earlier pair of this prefix")
     add_tokenizer_arguments(parser)
-    add_chat_arguments(parser)
-
-
-def add_chat_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument_group(
         "chats",
         "lines of JSONL or rows of Parquet with a list of messages, each with role and content, or as ShareGPT has them with "

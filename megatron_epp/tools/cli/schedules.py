@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.plan.layout import Layout
-from megatron_epp.plan.planners import PLANNERS, PlannerEntry
+from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.plan.problem import Lengths
 from megatron_epp.tools.cli.layout_flag import BALANCED, Chosen, chosen_layout
 from megatron_epp.tools.cli.planning_flags import costs_source
@@ -61,18 +61,13 @@ def add_arguments(parser: Parser) -> None:
 def run(_: argparse.Namespace) -> int:
     entries, rows = PLANNERS.entries(), []
     for name, entry in entries.items():
+        stages = "any" if entry.begins_with_greedy else "any, looped" if entry.interleaves else "1"
         uses = ["W"] * entry.splits_weight + ["offload"] * entry.offloads
         summary = f"{entry.summary} ({entry.source})" + "; planned, not run" * bool(entry.lacks)
-        rows.append([name, _stages(entry), ", ".join(uses), summary])
+        rows.append([name, stages if entry.fixed is None else entry.fixed.stages, ", ".join(uses), summary])
     lines = table(("planner", "stages", "uses", "what it does"), rows, left=range(4))
     below = " " * lines[0].index("what it does")
     wrapped = [row for line in lines for row in textwrap.wrap(line, help_width() - 2, subsequent_indent=below)]
     lacking = [f"{name} is planned, not run: training lacks {entry.lacks}." for name, entry in entries.items() if entry.lacks]
     say("\n".join([*wrapped, "", _LEGEND, "", *lacking, "", _COMPARE]))
     return 0
-
-
-def _stages(entry: PlannerEntry) -> str:
-    if entry.fixed is None:
-        return "any" if entry.begins_with_greedy else "any, looped" if entry.interleaves else "1"
-    return entry.fixed.stages

@@ -135,7 +135,6 @@ class Rates:
     fp8_speedup: float = 1.0
 
     def attention_speed(self, channels: float) -> Speed:
-        """Rates of attention for heads of so many channels."""
         if self.attention_kernel:
             return speed_of(self.attention_kernel, channels)
         tile = self.attention_tile / 2

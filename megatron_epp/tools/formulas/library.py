@@ -117,18 +117,14 @@ def load_costs(name: str) -> Profile | PipelineCosts:
     with naming_file(path):
         text = read_text(path)
         if f'"{LEARNT}"' in text:
-            return _learnt(text)
+            pipelines = from_state(parse_json(text, "the text"))
+            if len(pipelines) != 1:
+                raise EppError(f"the file has learnt costs of {len(pipelines)} pipelines, where costs of one are needed")
+            costs = pipelines[0].costs
+            if not any(stage.layers.recompute for stage in costs.stages):  # see `of_whole_microbatches`
+                raise EppError("its costs were learnt from a script's own microbatches and say nothing of slices of documents")
+            return costs
         return Profile.from_json(text) if f'"{PROFILE.schema}"' in text else PipelineCosts.from_json(text)
-
-
-def _learnt(text: str) -> PipelineCosts:
-    pipelines = from_state(parse_json(text, "the text"))
-    if len(pipelines) != 1:
-        raise EppError(f"the file has learnt costs of {len(pipelines)} pipelines, where costs of one are needed")
-    (learnt,) = pipelines
-    if not any(stage.layers.recompute for stage in learnt.costs.stages):  # see `of_whole_microbatches`
-        raise EppError("its costs were learnt from a script's own microbatches and say nothing of slices of documents")
-    return learnt.costs
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:

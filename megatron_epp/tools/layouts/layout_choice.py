@@ -198,13 +198,11 @@ class _Search:
         for _ in range(_MOST_MOVES):
             if best_us <= (1 + _MOVE_GAIN_SHARE) * self.floors.floor_us(best):
                 break
-            order = self.estimates.by_business(best, grains)
-            estimated = []
-            for layout in moved(best, order[-1], order[:_TARGET_RANKS]):
-                estimate_us = self.estimates.mean_like_us(layout, grains, (1 - _MOVE_GAIN_SHARE) * best_us)
-                estimated.append((estimate_us, layout.layers))
+            order, enough_us = self.estimates.by_business(best, grains), (1 - _MOVE_GAIN_SHARE) * best_us
+            layouts = moved(best, order[-1], order[:_TARGET_RANKS])
+            estimated = ((self.estimates.mean_like_us(layout, grains, enough_us), layout.layers) for layout in layouts)
             least_us, layers = min(estimated, default=(math.inf, best.layers))
-            if least_us > (1 - _MOVE_GAIN_SHARE) * best_us:
+            if least_us > enough_us:
                 break
             best, best_us = replace(best, layers=layers), least_us
         return best

@@ -95,10 +95,9 @@ def moved(layout: Layout, source: int, targets: Sequence[int] | None = None) -> 
 def _stages_us(problem: Problem, costs: PipelineCosts) -> list[float]:
     """Time of a batch on every stage, without the fixed part of a pass."""
     (tokens, pairs), times = tokens_and_pairs(problem), []
-    for stage in range(len(costs.stages)):
-        lines = [costs.line(stage, "forward", problem.trained_share)]
-        lines += [] if problem.forward_only else [costs.line(stage, "backward", problem.trained_share)]
-        times.append(sum(line.per_token_us * tokens + line.per_pair_us * pairs for line in lines))
     passes = ("forward",) if problem.forward_only else ("forward", "backward")
+    for stage in range(len(costs.stages)):
+        lines = [costs.line(stage, name, problem.trained_share) for name in passes]
+        times.append(sum(line.per_token_us * tokens + line.per_pair_us * pairs for line in lines))
     times[0] += sum(map(costs.span_us, passes)) * sum(span.work for spans in problem.spans for span in spans)
     return times

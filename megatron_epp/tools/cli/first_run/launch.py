@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -63,7 +63,12 @@ class StockLaunch:
 
     def raced(self, schedule: str, folder: Path, iterations: int) -> list[str]:
         """Return the words of a command that trains a few iterations by a value of `--epp-schedule`, and saves nothing."""
-        own = _without(self.elastic_argv(), _LASTING.split())
+        own, is_left_out = list[str](), False
+        for word in self.elastic_argv():
+            if word.startswith("--"):
+                is_left_out = word.partition("=")[0] in _LASTING.split()
+            if not is_left_out:
+                own.append(word)
         own += ["--epp-schedule", schedule, "--epp-report-dir", str(folder)]
         own += ["--exit-interval", str(iterations), "--log-interval", "1", "--eval-iters", "0"]
         return [*self.words[: self.script], *_OURS, self.words[self.script], *own]
@@ -102,16 +107,6 @@ def read_launch(words: Sequence[str]) -> StockLaunch:
     numbers = {name.replace("_", "-"): int(value) for name, value in pairwise(split_words) if value.isdecimal()}
     replica, started = world_of(flags), numbers.get("--nproc-per-node", 1) * numbers.get("--nnodes", 1)
     return StockLaunch(tuple(words), script, flags, max(replica, started - started % replica))
-
-
-def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    words, is_left_out = [], False
-    for word in argv:
-        if word.startswith("--"):
-            is_left_out = word.partition("=")[0] in flags
-        if not is_left_out:
-            words.append(word)
-    return words
 
 
 @dataclass(frozen=True, slots=True)

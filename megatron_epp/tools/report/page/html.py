@@ -41,19 +41,6 @@ SCRIPTS = ("model.js", "text.js", "state.js", "lanes.js", "memory.js", "table.js
 """Scripts in the order in which they run, in one scope."""
 
 
-def operation_columns() -> list[PageColumns]:
-    """All operations in the order to which the column `op` of boxes refers, with the names and colours of pictures."""
-    return [
-        {
-            "op": str(each.op),
-            "text": each.text,
-            "colour": each.colour,
-            "site": "stage" if each.sites is of_stages else "attention" if ANYWHERE in each.sites((0, 0)) else "shard",
-        }
-        for each in operations()
-    ]
-
-
 class Shown(NamedTuple):
     name: str  # its title
     plan: Plan  # it is simulated
@@ -162,16 +149,13 @@ def _reasons(graph: Graph, binding: Sequence[BindingDependency], ends: Sequence[
 
 
 def _recompute(plan: Plan, graph: Graph) -> PageColumns:
-    boxes, times, modes = [], [], []
     shares = recompute_in_backward(plan)
-    for number, step in enumerate(graph.steps):
-        if share := shares.get(step.action):
-            boxes.append(number)
-            times.append(share * step.time_us)
-            modes.append(str(plan.recompute[step.action.stage][step.action.chunk]))
+    times_us = {number: share * step.time_us for number, step in enumerate(graph.steps) if (share := shares.get(step.action))}
+    actions = [graph.steps[number].action for number in times_us]
+    modes = [str(plan.recompute[stage][chunk]) for _, stage, chunk in actions]
     names = sorted(set(modes))
-    index = {mode: number for number, mode in enumerate(names)}
-    return {"recompute": {"box": boxes, "time_us": _times(times), "mode": [index[mode] for mode in modes], "modes": names}}
+    of_boxes = {"box": [*times_us], "time_us": _times(times_us.values()), "mode": [*map(names.index, modes)], "modes": names}
+    return {"recompute": of_boxes}
 
 
 def _memory_columns(timeline: Timeline, graph: Graph) -> PageColumns:
@@ -221,9 +205,19 @@ def page(shown: Sequence[Shown]) -> str:
         raise PlanError("there is no plan to draw: no planner found one")
     batches = list(dict.fromkeys(batch_text(each.plan) for each in shown))
     title = batches[0] if len(batches) == 1 else f"{len(batches)} batches"
+    # In the order to which the column `op` of boxes refers, with the names and colours of pictures.
+    of_operations = [
+        {
+            "op": str(each.op),
+            "text": each.text,
+            "colour": each.colour,
+            "site": "stage" if each.sites is of_stages else "attention" if ANYWHERE in each.sites((0, 0)) else "shard",
+        }
+        for each in operations()
+    ]
     data = {
         "title": title,
-        "operations": operation_columns(),
+        "operations": of_operations,
         "equal_widths": any(each.measured is not None and far_from(each.plan, each.measured, FAR_WITH_ZOOM) for each in shown),
         "plans": list(map(plan_columns, shown)),
     }
