@@ -21,14 +21,14 @@ PROGRAMS = {
             "mcore.iteration.document_schedule",
             "mcore.training.checkpoints",
         ),
-        20_190,
+        20_120,
     ),
-    "iteration": (("mcore.iteration.document_schedule",), 13_316),
-    "planner": (("planner.search", "planner.service.answers"), 11_670),
-    "command line": (("tools.cli.main",), 1_960),
+    "iteration": (("mcore.iteration.document_schedule",), 13_250),
+    "planner": (("planner.search", "planner.service.answers"), 11_630),
+    "command line": (("tools.cli.main",), 1_925),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 60_141, "megatron_epp/contrib": 5_955, "tests": 52_501, "scripts": 10_345}
+FOLDERS = {"megatron_epp": 60_690, "megatron_epp/contrib": 5_955, "tests": 53_030, "scripts": 10_620}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 
