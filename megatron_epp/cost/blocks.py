@@ -117,8 +117,7 @@ class BlockCosts(PartCosts):
     def kept_per_token(self, work: ChunkWork, mode: ModeCosts | None = None, keeps_kv: bool = True) -> TimeColumn:
         """Bytes per token kept for backward, in a recompute mode or without one. Keys and values in a cache do not count."""
         of_cache = self.parts * self._in_cache(work) * keeps_kv
-        # Not below nothing: a model's own recompute, as measured for whole microbatches, keeps no keys and values.
-        return np.asarray(np.maximum(0.0, (self if mode is None else mode).bytes_per_token - of_cache))
+        return (self if mode is None else mode).bytes_per_token - of_cache
 
     def kept_bytes(self, work: ChunkWork) -> TimeColumn:
         """Bytes kept from forward to backward in addition, which are not proportional to tokens."""

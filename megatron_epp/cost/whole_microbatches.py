@@ -12,11 +12,16 @@ from megatron_epp.cost.model import PipelineCosts
 
 def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
     """Return costs whose layers recompute in full only."""
+    return _changed(costs, lambda block: replace(block, recompute={}))
 
-    def whole(block: BlockCosts) -> BlockCosts:
-        return replace(block, recompute={})
 
-    rows = (([*map(whole, stage.blocks)], [*map(whole, stage.unlike)]) for stage in costs.stages)
+def without_cache(costs: PipelineCosts) -> PipelineCosts:
+    """Return costs without cached keys: a model's own recompute, which is measured, may keep fewer bytes than these take."""
+    return _changed(costs, lambda block: replace(block, kv=block.kv and replace(block.kv, bytes_per_token=0.0)))
+
+
+def _changed(costs: PipelineCosts, change: Callable[[BlockCosts], BlockCosts]) -> PipelineCosts:
+    rows = (([*map(change, stage.blocks)], [*map(change, stage.unlike)]) for stage in costs.stages)
     stages = zip(costs.stages, rows, strict=True)
     return replace(costs, stages=tuple(replace(stage, blocks=(*own,), unlike=(*unlike,)) for stage, (own, unlike) in stages))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_epp import planner
 from megatron_epp.cost.model import Costs
+from megatron_epp.cost.whole_microbatches import without_cache
 from megatron_epp.features import batch_target
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan
 from megatron_epp.plan.problem import Options, Problem
@@ -41,8 +42,8 @@ def plan_microbatches(microbatches: MicrobatchLengths, problem: Problem, costs: 
     numbers = tuple(number for number, lengths in enumerate(microbatches) for _ in lengths)
     is_small = problem.num_stages * len(microbatches) <= SMALL_PLAN_ITEMS
     asked = replace(options, chunk_tokens=None, slices=None, steps=_STEPS if is_small else 0)
-    make = batch_target(problem, "whole") or planner.plan
-    best = make(replace(problem, microbatches=numbers), costs, asked)
+    problem, make = replace(problem, microbatches=numbers), batch_target(problem, "whole")
+    best = make(problem, costs, asked) if make else planner.plan(problem, without_cache(costs), asked)
     return OrderedPlan(best, tuple(numbers[chunk.segments[0].sequence] for chunk in best.chunks))
 
 

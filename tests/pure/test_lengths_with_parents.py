@@ -61,7 +61,7 @@ WRONG = [
     ("9,8@0:0", "sequence 1 of 8 tokens shares 0 with its parent, sequence 0: 1 to 7 can be"),
     ("9,8@0:8", "sequence 1 of 8 tokens shares 8 with its parent, sequence 0: 1 to 7 can be"),
     ("5,8@0:6", "sequence 1 of 8 tokens shares 6 with its parent, sequence 0, which has 5"),
-    ("9,9@3:2,9@1:2,9@2:3,9@1:1", "sequences 2, 3, 1 are parents of each other, in a circle"),
+    ("9,9@3:2,9@1:2,9@2:3,9@1:1", "sequences 1, 2, 3 are parents of each other, in a circle"),
     ("9,8@0", "'8@0' is not a number of tokens (a whole number, 1 to 2,147,483,647), or tokens@parent:shared"),
     ("9\n8@0:5 0@0:1", "line 2: '0@0:1' is not a number"),
     ('{"tokens": 9}\n{"tokens": 8, "parent": 0}', "line 2: {'parent': 0, 'tokens': 8} is not of the form"),

@@ -126,7 +126,7 @@ def test_groups_with_one_prompt_take_less_time_and_memory_than_their_sequences()
     asked = problem(lengths, 2)
     alone, shared = plan(asked, COSTS), plan(replace(asked, borrowed=borrowed), COSTS)
     assert alone.predicted.makespan_us > 2.5 * shared.predicted.makespan_us
-    assert f" in all and {28 * 3999:,} shared, in " in headline(shared)[1]
+    assert f" run ({28 * 3999:,} are in common with others), in " in headline(shared)[1]
 
 
 def test_a_batch_runs_apart_where_that_is_faster_or_hardly_anything_is_shared():

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from megatron_epp import planner
 from megatron_epp.cost.blocks import INPUT, StageCosts
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.whole_microbatches import without_cache
 from megatron_epp.features.trees.choice import faster
 from megatron_epp.plan import Chunk, Plan
 from megatron_epp.plan.problem import Options, Problem
@@ -30,7 +31,7 @@ def plan_whole(problem: Problem, costs: PipelineCosts, options: Options) -> Plan
 
     def plan_of(asked: Problem) -> Plan:
         if not asked.borrowed:
-            return planner.plan(asked, costs, options)
+            return planner.plan(asked, without_cache(costs), options)
         sharing = replace(asked, trained=trained), replace(costs, stages=stages), replace(options, shares=True)
         return planner.plan(*sharing)
 

@@ -138,5 +138,5 @@ def _check(lengths: Sequence[int], parents: Sequence[Borrowed]) -> None:
     try:
         TopologicalSorter({q: [parent] for q, (parent, shared) in enumerate(parents) if shared}).prepare()
     except CycleError as error:
-        circle = ", ".join(map(str, error.args[1][1:9]))
+        circle = ", ".join(map(str, sorted(error.args[1][1:9])))
         raise EppError(f"sequences {circle} are parents of each other, in a circle") from None
