@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.callers, if_installed("verl")]
 def test_groups_of_responses_share_their_prompts_with_all_microbatches_of_verls_engine() -> None:
     finished = job(2, "verl_engine:trained", env={"MEGATRON_EPP": "1"}, stages=2, group=4)
     ranks = of_ranks(finished)
-    assert finished.output.count("tokens shared") >= 4
+    assert finished.output.count("tokens shared") >= 3
     for rank in ranks:
         for batch in rank["batches"]:
             assert max(batch["gradients"], batch["logprobs"], batch["old"]) < TOLERANCE
