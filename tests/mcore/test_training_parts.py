@@ -65,7 +65,6 @@ def test_costs_are_learnt_on_their_ranks_device(audit):
     plan, learning = two_ranks(), CostLearning(SimpleNamespace(links=SimpleNamespace(ranks=[0])))
     while not learning.is_recording:
         learning.after(plan, run(audit, plan, 0), dict)
-        learning._added.result()
     learning.after(plan, run(audit, plan, 0), dict)
     learning._added.result()
     assert "elapsed_time" in audit.seen["epp-cost-learning"]
