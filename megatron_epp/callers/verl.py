@@ -21,9 +21,9 @@ def padded_lengths(item: Any) -> list[int]:
 
 
 def unread(item: Any) -> list[int] | None:
-    """Return all but the last token of each prompt: losses read log-probabilities of responses. None without responses."""
-    names = set(item.keys())
-    return [*map(int, item["prompts"].offsets().diff() - 1)] if {"prompts", "responses"} <= names else None
+    """Return all but the last token of each prompt: losses read log-probabilities of responses. None without jagged prompts."""
+    prompts = item["prompts"] if {"prompts", "responses"} <= {*item.keys()} else None
+    return [length - 1 for length in prompts.offsets().diff().tolist()] if getattr(prompts, "is_nested", False) else None
 
 
 def load() -> None:

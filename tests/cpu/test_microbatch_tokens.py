@@ -1,10 +1,11 @@
-"""What sequences of a program's microbatches begin with is found in columns as frameworks have them."""
+"""Tokens that sequences of a program's microbatches begin with are found in columns as frameworks have them."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_epp.callers.verl import unread
 from megatron_epp.features.microbatch_prefixes.sample_tokens import borrowed_of
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 
@@ -62,3 +63,10 @@ def test_padding_is_no_tokens_of_sequences():
 )
 def test_where_tokens_are_not_found_nothing_is_shared(item):
     assert borrowed_of([{"tokens": FIRST}, item], [(41,), (42,)], [40, 41], 1) == ()
+
+
+def test_verls_prompts_are_unread_but_for_their_last_tokens_where_they_are_jagged():
+    prompts, padded = jagged(FIRST, SECOND), torch.zeros(2, 50, dtype=torch.int64)
+    assert unread({"prompts": prompts, "responses": prompts}) == [40, 41]
+    assert unread({"prompts": padded, "responses": padded}) is None
+    assert unread({"input_ids": prompts}) is None

@@ -12,6 +12,7 @@ CAP = {"memory_cap_gb": 0.0011}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {"stages": 1}),
     "under a cap": (2, {"stages": 2, "settings": CAP}),
+    "copies to the host": (2, {"stages": 2, "settings": CAP | {"offload": "on"}, "host_link": [1.0, 1e-6]}),
     "recompute of the model's own": (2, {"stages": 2, **OWN_RECOMPUTE}),
     "stages per rank": (2, {"stages": 4}),
     "pipeline of tensor-parallel ranks": (4, {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True, "groups": 3}),

@@ -291,6 +291,19 @@ def test_logits_of_all_tokens_of_microbatches_take_memory_and_time_and_unread_on
     assert 1.5 * zeros.predicted.makespan_us < read.predicted.makespan_us < separate.predicted.makespan_us
 
 
+def test_what_microbatches_read_of_each_other_stays_on_the_device():
+    lengths, borrowed = groups(1, 4, 120000, 500)
+    asked, costs = replace(problem((), 2), borrowed=borrowed), replace(pipeline(2, 8), host_us_per_byte=1e-5)
+    microbatches = tuple((length,) for length in lengths)
+    free = plan_microbatches(microbatches, asked, costs, Options(shares=True)).plan
+    static, peak = max(free.static_bytes), max(free.predicted.peak_bytes)
+    capped = replace(asked, cap_bytes=(static + (peak - static) // 5,) * 2)
+    at_host = plan(replace(capped, lengths=lengths, microbatches=tuple(range(4))), costs, Options(shares=True, offload=True))
+    assert at_host.kv_offload
+    with pytest.raises(InfeasibleError):
+        plan_microbatches(microbatches, capped, costs, Options(shares=True, offload=True))
+
+
 HEAD_BYTES = 100_000.0
 
 

@@ -32,8 +32,9 @@ def plan_whole(problem: Problem, costs: PipelineCosts, options: Options) -> Plan
     def plan_of(asked: Problem) -> Plan:
         if not asked.borrowed:
             return planner.plan(asked, without_cache(costs), options)
-        sharing = replace(asked, trained=trained), replace(costs, stages=stages), replace(options, shares=True)
-        return planner.plan(*sharing)
+        # Rows for the output layer are cached as keys are, and host memory is planned for keys and values alone.
+        sharing = replace(options, shares=True, kv_offload=False)
+        return planner.plan(replace(asked, trained=trained), replace(costs, stages=stages), sharing)
 
     return faster(problem, costs, options, plan_of)
 

@@ -199,7 +199,7 @@ def squared_errors(clip, values, old, returns):
 
 
 def divergences(loss, p, q):
-    """Of logarithms of distributions over the teacher's tokens, ``[tokens, k]``: the model's and the teacher's."""
+    """Takes logarithms of distributions over the teacher's tokens, ``[tokens, k]``: the model's and the teacher's."""
     if loss.renormalizes:
         q, p = q - q.logsumexp(1, keepdim=True), p - p.logsumexp(1, keepdim=True)
     return (p.exp() * (p - q)).sum(1) if loss.reverse else (q.exp() * (q - p)).sum(1)

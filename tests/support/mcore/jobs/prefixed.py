@@ -93,6 +93,7 @@ def compared(
     settings: Mapping[str, Any] | None = None,
     of_responses: bool = False,
     change: str = "",
+    host_link: Sequence[float] | None = None,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Run microbatches once by stock and several times by plans, and evaluate with both.
@@ -111,6 +112,10 @@ def compared(
     schedule = megatrons_schedule()
     stock = summed(loop, schedule)
     with_fixed_times(US_PER_TOKEN)
+    if host_link is not None:
+        from megatron_epp.features.offload import rank_offload
+
+        rank_offload.measure_host_link = lambda device: tuple(host_link)
     functions: dict[str, Any] = {"unread_of": unread_of} if of_responses else {}
     if change == "other ends":
         functions["shape_of"] = lambda batch: [batch["tokens"].numel()]
