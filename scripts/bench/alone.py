@@ -32,6 +32,7 @@ from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.measured import Measured
 from megatron_epp.plan.operations import is_compute
 from megatron_epp.plan.plan import Step
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.plan.serialize import load, save
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.plan.sizing import loss_block_tokens
@@ -176,7 +177,7 @@ def _costs(args: Namespace, model: Model, lengths: Sequence[int], stages: int) -
     flags = {**model.flags, "bf16": True, "seq_length": max(lengths)}
     shape = replace(shape_of(flags), loss_block_tokens=model.loss_block_tokens)
     profile = load_costs(args.costs) if args.costs else analytic_profile(shape, load_cluster("h100x8").rates)
-    layers = balanced_layers(profile, shape.num_layers, stages, lengths)
+    layers = balanced_layers(profile, shape.num_layers, stages, [Lengths(tuple(lengths))])
     costs = profile.costs(layers, state_bytes_per_parameter=STATE_BYTES)
     return on_device(costs) if model.device.type == "cuda" else costs  # on a CPU kept tensors are counted alone
 
