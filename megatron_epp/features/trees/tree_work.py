@@ -129,14 +129,18 @@ def _host_costs(
     )
 
 
-def _placed(chunks: Sequence[Chunk], reads: Reads, sequences: Collection[int]) -> tuple[IntColumn, IntColumn]:
-    there = {part for parts in reads.values() for part, _ in parts if part.sequence in sequences}
-    rows = zip_longest(*([part.num_tokens if part in there else 0 for part in chunk.segments] for chunk in chunks), fillvalue=0)
-    read = []
-    for chunk in chunks:
-        others = {part for segment in chunk.segments for part, _ in reads[segment]}.difference(chunk.segments)
-        read.append(sum(part.num_tokens for part in others & there))
-    return np.array([*rows], dtype=np.int64), np.array(read, dtype=np.int64)
+def _placed(holders: IntColumn, lent: IntColumn, read: IntColumn, sequences: Collection[int]) -> tuple[IntColumn, IntColumn]:
+    own = [*sequences]
+    return lent * np.isin(holders, own), read[own].sum(axis=0)
+
+
+def _read_of_others(chunks: Sequence[Chunk], reads: Reads, num_sequences: int) -> IntColumn:
+    """Count the tokens that each chunk reads of the other chunks, by the sequence that holds them, ``[sequence, chunk]``."""
+    read = [[0] * len(chunks) for _ in range(num_sequences)]
+    for c, chunk in enumerate(chunks):
+        for part in {part for segment in chunk.segments for part, _ in reads[segment]}.difference(chunk.segments):
+            read[part.sequence][c] += part.num_tokens
+    return np.array(read, dtype=np.int64)
 
 
 def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:
@@ -151,6 +155,9 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     nothing = Segment(-1, 0, 0)
     rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
+    holders = np.array([[segment.sequence for segment in row] for row in rows], dtype=np.int64)
+    is_read = np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64)
+    placed = partial(_placed, holders, segments * is_read, _read_of_others(chunks, reads, len(batch.lengths)))
     segments[0] += padding
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
@@ -168,8 +175,8 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         states=cache(partial(_states_of, chunks, batch.borrowed)),
-        placed=partial(_placed, chunks, reads),
+        placed=placed,
         offloaded=0 * segments,
-        is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
+        is_read=is_read,
         repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )
