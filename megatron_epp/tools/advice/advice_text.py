@@ -12,6 +12,7 @@ from megatron_epp.cost.casts import recipe_of
 from megatron_epp.cost.optimizer import FLAGS as OPTIMIZER_FLAGS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.flags import flag_words
+from megatron_epp.plan.problem import own_parts
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, rows_together
 from megatron_epp.tools.advice.configuration_search import CLOSE, TIE, Advice
@@ -28,6 +29,13 @@ _OURS_TO_SAY = """\
 # Sizes are those that `megatron-epp advise` found best for {lengths}, in batches of {batch}.
 # Learning rate, iterations and folders are examples: set your own.{defaults}
 """
+_SHARES = (
+    "Plans run once what sequences of a batch begin with in common and do not train, {shared} of {tokens} tokens here, in "
+    "samples (--epp-samples: JSONL or Parquet, `tokens` and `trained` in each row) and in conversations (--data-path of "
+    "`megatron-epp prepare --chat`), and nothing of documents without masks. A run draws samples one by one: a batch has those "
+    "that begin alike if all do, if it is all of the file, or if a loss over groups (--epp-loss) keeps them together; "
+    "`megatron_epp.wrap_samples` takes your loop's own batches."
+)
 _DEFAULTS = " The model has Megatron's defaults where nothing is said."
 _NOTICED = 0.005  # share of the best step's time that a part must take longer to be named as the reason
 _WIDTH = 128
@@ -64,6 +72,7 @@ def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:
         "latents": latents if question.flags.get("multi_latent_attention") else None,
         "offload": "on" if question.options.offload else "off",
         "split_weight_gradient": question.options.split_weight or None,
+        "share_prefixes": "auto" if question.borrowed else None,
         "costs": question.costs_files.get(config.sharing),
     }
     return {name: value for name, value in settings.items() if value is not None}
@@ -117,6 +126,8 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
         body["launch"]["master_port"] = "${oc.env:MASTER_PORT,29500}"
     if has_tokenizer:
         body["megatron"]["data_path"] = "${oc.env:DATA_PATH,documents/text}"
+    if question.borrowed:
+        body["megatron"]["data_path"], body["epp"]["samples"] = None, "${oc.env:SAMPLES,samples.jsonl}"
     if math.isinf(question.cluster.rates.exchange_bytes):  # no links between devices: ranks are processes of one host
         body["megatron"]["distributed_backend"] = "gloo"
     rows = question.flags.get("padded_vocab_size", question.flags["vocab_size"])
@@ -125,7 +136,14 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
     body["megatron"] |= megatron_settings(question, config)
     batch = f"{len(question.lengths)} sequences of up to {question.context:,} tokens"
     text: str = yaml.safe_dump(body, sort_keys=False, allow_unicode=True)
-    return _OURS_TO_SAY.format(lengths=lengths, batch=batch, defaults="" if model is not None else _DEFAULTS) + text
+    head = _OURS_TO_SAY.format(lengths=lengths, batch=batch, defaults="" if model is not None else _DEFAULTS)
+    return head + textwrap.indent(shares_text(question), "# ") + text
+
+
+def shares_text(question: Question) -> str:
+    """Say in lines what a run has to train on to share prefixes as the plans do; empty if these share none."""
+    counts = {"shared": f"{question.shared_tokens:,}", "tokens": f"{question.tokens:,}"}
+    return f"{_wrapped(_SHARES.format(**counts))}\n" if question.borrowed else ""
 
 
 def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +166,9 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
         _wrapped(f"{devices}. {batch}; one of {question.context:,} fits too."),
         f"Configurations that fit: {1 + len(others)} (planned as in training: {len(advice.best)}); that do not: {len(unfit)}.",
         "\n".join(_table(advice, show)),
-        _wrapped(_READ + _REDUCTION.format(format_us(best.parts.reduction_us)) * (best.parts.reduction_us > 0)),
+        _wrapped(
+            _READ + question.rate_text + _REDUCTION.format(format_us(best.parts.reduction_us)) * (best.parts.reduction_us > 0)
+        ),
         _wrapped(_plain_text(advice)),
         "\n".join(advice.gain.lines()),
         _wrapped(_NOT_SUBTRACTED.format(products=products)),
@@ -224,13 +244,16 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     each = f", {tokens // count // config.ranks:,} on each of the {config.ranks} devices that share it (TP x CP)"
     chunks = f"its {count} chunks have {tokens // count:,} tokens on average{each * (config.ranks > 1)}"
     room_bytes = min(cap - static for cap, static in zip(plan.cap_bytes, plan.static_bytes, strict=True))
-    longest = f": the longest document has {max(question.lengths):,} tokens, where a fair share has "
+    problem, kind = question.batch(config), "largest tree" if question.borrowed else "longest document"
+    own = [end - start for start, end in own_parts(problem)]
+    most = max(sum(own[q] for q in unit) for unit in problem.indivisible)
+    largest = f": the {kind} has {most:,} tokens, where a fair share has {sum(own) // config.data:,}"
     return {
         "compute_us": ("computing takes", f": {chunks}, and kernels are slower per token the fewer they are"),
         "exchange_us": (f"exchange within {sharing}{crosses} takes", ""),
         "recompute_us": ("recompute takes", f", as weights and optimizer leave {format_bytes(room_bytes)} for activations"),
         "bubble_us": (f"the bubble of a pipeline of {config.pipeline} is", f", with {tokens:,} tokens for each replica"),
-        "waiting_us": (f"{config.data} replicas wait for the slowest for", f"{longest}{question.tokens // config.data:,}"),
+        "waiting_us": (f"{config.data} replicas wait for the slowest for", largest),
         "reduction_us": (f"reducing gradients over {config.context * config.data} ranks takes", ""),
     }[name]
 

@@ -151,6 +151,11 @@ class Question:
         return f"{self.tokens:,} tokens" + f" ({self.shared_tokens:,} of them in common with others)" * bool(self.borrowed)
 
     @property
+    def rate_text(self) -> str:
+        """Sentence on what tokens per second count, where sequences share prefixes; empty where they do not."""
+        return " Tokens per second count what sequences have in common for each of them." * bool(self.borrowed)
+
+    @property
     def trained_share(self) -> float:
         return float(self.flags.get(TRAINED_SHARE, 1.0))
 

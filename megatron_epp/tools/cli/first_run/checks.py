@@ -109,6 +109,7 @@ def gain(setting: Setting) -> Outcome:
         f"{max(question.lengths):,}; {config.name}; costs by formula for {setting.cluster.name}",
         *[note] * bool(note),
         *_rows(question, stock, elastic),
+        *[question.rate_text.strip()] * bool(question.borrowed),
         said,
         *[f"not subtracted: {_NOT_SUBTRACTED}"] * bool(refused),
         *refused,
