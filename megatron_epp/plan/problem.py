@@ -42,12 +42,6 @@ class Lengths(NamedTuple):
     borrowed: tuple[Borrowed, ...] = ()
 
 
-def own_parts(batch: Lengths | Problem) -> list[tuple[int, int]]:
-    """Return the tokens ``[start, end)`` that every sequence holds itself, and no other one runs for it."""
-    starts = (tokens for _, tokens in batch.borrowed) if batch.borrowed else (0,) * len(batch.lengths)
-    return [*zip(starts, batch.lengths, strict=True)]
-
-
 Share = tuple[int, ...]
 """Positions in a global batch, ascending."""
 LockstepGroups = tuple[tuple[int, ...], ...]

@@ -16,8 +16,9 @@ from megatron_epp.cost.whole_microbatches import of_whole_microbatches
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.plan.layout import even_layers
-from megatron_epp.plan.problem import Lengths, own_parts
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.plan.yaml_files import find, shipped
+from megatron_epp.planner.chunks.chunker import own_parts
 from megatron_epp.tools.formulas import CPU, H100, ModelShape, Profile, analytic_costs, analytic_profile
 from megatron_epp.tools.formulas.huggingface import flags_of_config
 from megatron_epp.tools.formulas.library import balanced_layers, check_formulas, load_cluster, load_costs, load_flags, shape_of

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_epp.cost.kv_costs import CopyTime, KVBytes, KVOffloadCosts
 from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, Sizes, TimeColumn, work_of
-from megatron_epp.features.cascade.common_rows import Reads, common_rows
+from megatron_epp.features.cascade.common_rows import common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
 from megatron_epp.features.trees.state_cuts import Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment
@@ -129,20 +129,6 @@ def _host_costs(
     )
 
 
-def _placed(holders: IntColumn, lent: IntColumn, read: IntColumn, sequences: Collection[int]) -> tuple[IntColumn, IntColumn]:
-    own = [*sequences]
-    return lent * np.isin(holders, own), read[own].sum(axis=0)
-
-
-def _read_of_others(chunks: Sequence[Chunk], reads: Reads, num_sequences: int) -> IntColumn:
-    """Count the tokens that each chunk reads of the other chunks, by the sequence that holds them, ``[sequence, chunk]``."""
-    read = [[0] * len(chunks) for _ in range(num_sequences)]
-    for c, chunk in enumerate(chunks):
-        for part in {part for segment in chunk.segments for part, _ in reads[segment]}.difference(chunk.segments):
-            read[part.sequence][c] += part.num_tokens
-    return np.array(read, dtype=np.int64)
-
-
 def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:
     """Derive the work of every chunk; `facts` are the arguments of `cost.work.work_of` behind its chunks."""
     plain, reads = work_of(chunks, *facts), reads_of(chunks, batch.borrowed)
@@ -157,7 +143,11 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
     holders = np.array([[segment.sequence for segment in row] for row in rows], dtype=np.int64)
     is_read = np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64)
-    placed = partial(_placed, holders, segments * is_read, _read_of_others(chunks, reads, len(batch.lengths)))
+    lent, read_by = segments * is_read, [[0] * len(chunks) for _ in batch.lengths]  # tokens that chunks read of a sequence
+    for c, chunk in enumerate(chunks):
+        for part in {part for segment in chunk.segments for part, _ in reads[segment]}.difference(chunk.segments):
+            read_by[part.sequence][c] += part.num_tokens
+    read = np.array(read_by, dtype=np.int64)
     segments[0] += padding
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
@@ -175,7 +165,7 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         states=cache(partial(_states_of, chunks, batch.borrowed)),
-        placed=placed,
+        placed=lambda sequences: (lent * np.isin(holders, [*sequences]), read[[*sequences]].sum(axis=0)),
         offloaded=0 * segments,
         is_read=is_read,
         repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import IntColumn, LinearTime, TimeColumn, causal_pairs, span_work, tokens_and_pairs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.plan.problem import Problem, Spans, own_parts
+from megatron_epp.plan.problem import Lengths, Problem, Spans
 from megatron_epp.plan.spans import allowed_cuts
 
 MOST_CHUNKS = 1024
@@ -115,6 +115,12 @@ def slowest_line(problem: Problem, costs: Costs) -> tuple[LinearTime, float]:
         return pair[0].time_us(tokens, pairs) + (len(problem.lengths) - 1) * pair[0].fixed_us + pair[1] * work
 
     return max(zip(lines, span_us, strict=True), key=whole_us)
+
+
+def own_parts(batch: Lengths | Problem) -> list[tuple[int, int]]:
+    """Return the tokens ``[start, end)`` that every sequence holds itself."""
+    starts = (tokens for _, tokens in batch.borrowed) if batch.borrowed else (0,) * len(batch.lengths)
+    return [*zip(starts, batch.lengths, strict=True)]
 
 
 def all_span_work(problem: Problem) -> float:

@@ -12,12 +12,12 @@ from megatron_epp.cost.casts import recipe_of
 from megatron_epp.cost.optimizer import FLAGS as OPTIMIZER_FLAGS
 from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.flags import flag_words
-from megatron_epp.plan.problem import own_parts
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, rows_together
+from megatron_epp.planner.chunks.chunker import own_parts
 from megatron_epp.tools.advice.configuration_search import CLOSE, TIE, Advice
 from megatron_epp.tools.advice.judge import Baseline, Judged, Parts
-from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.advice.question import COUNTED_FOR_EACH, Configuration, Question
 from megatron_epp.tools.report.text import format_us, table
 
 _KINDS = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
@@ -29,13 +29,12 @@ _OURS_TO_SAY = """\
 # Sizes are those that `megatron-epp advise` found best for {lengths}, in batches of {batch}.
 # Learning rate, iterations and folders are examples: set your own.{defaults}
 """
-_SHARES = (
-    "Plans run once what sequences of a batch begin with in common and do not train, {shared} of {tokens} tokens here, in "
-    "samples (--epp-samples: JSONL or Parquet, `tokens` and `trained` in each row) and in conversations (--data-path of "
-    "`megatron-epp prepare --chat`), and nothing of documents without masks. A run draws samples one by one: a batch has those "
-    "that begin alike if all do, if it is all of the file, or if a loss over groups (--epp-loss) keeps them together; "
-    "`megatron_epp.wrap_samples` takes your loop's own batches."
-)
+SHARES = """\
+Prefixes are shared by samples (--epp-samples: JSONL or Parquet, a row with `tokens` and `trained` for each) and conversations
+(`megatron-epp prepare --chat`), where they are not trained; documents without masks share none. A run draws samples one by one:
+those that begin alike are in one batch if a batch is the whole file, or a loss over groups (--epp-loss) keeps them together.
+`megatron_epp.wrap_samples` takes the batches of a loop of your own.
+"""
 _DEFAULTS = " The model has Megatron's defaults where nothing is said."
 _NOTICED = 0.005  # share of the best step's time that a part must take longer to be named as the reason
 _WIDTH = 128
@@ -137,13 +136,7 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
     batch = f"{len(question.lengths)} sequences of up to {question.context:,} tokens"
     text: str = yaml.safe_dump(body, sort_keys=False, allow_unicode=True)
     head = _OURS_TO_SAY.format(lengths=lengths, batch=batch, defaults="" if model is not None else _DEFAULTS)
-    return head + textwrap.indent(shares_text(question), "# ") + text
-
-
-def shares_text(question: Question) -> str:
-    """Say in lines what a run has to train on to share prefixes as the plans do; empty if these share none."""
-    counts = {"shared": f"{question.shared_tokens:,}", "tokens": f"{question.tokens:,}"}
-    return f"{_wrapped(_SHARES.format(**counts))}\n" if question.borrowed else ""
+    return head + textwrap.indent(SHARES, "# ") * bool(question.borrowed) + text
 
 
 def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +160,9 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
         f"Configurations that fit: {1 + len(others)} (planned as in training: {len(advice.best)}); that do not: {len(unfit)}.",
         "\n".join(_table(advice, show)),
         _wrapped(
-            _READ + question.rate_text + _REDUCTION.format(format_us(best.parts.reduction_us)) * (best.parts.reduction_us > 0)
+            _READ
+            + COUNTED_FOR_EACH * bool(question.borrowed)
+            + _REDUCTION.format(format_us(best.parts.reduction_us)) * (best.parts.reduction_us > 0)
         ),
         _wrapped(_plain_text(advice)),
         "\n".join(advice.gain.lines()),

@@ -22,6 +22,7 @@ from megatron_epp.tools.layouts.layout_choice import Sample
 
 type Sharing = tuple[int, int, int, int]
 """Tensor-, context-, expert- and expert-tensor-parallel sizes, which determine the ranks that share a layer."""
+COUNTED_FOR_EACH = " Tokens per second count what sequences have in common for each of them."
 REDUCED_BYTES = 4  # bytes of a parameter's gradient in the reduction, which is in fp32
 
 
@@ -149,11 +150,6 @@ class Question:
     @property
     def tokens_text(self) -> str:
         return f"{self.tokens:,} tokens" + f" ({self.shared_tokens:,} of them in common with others)" * bool(self.borrowed)
-
-    @property
-    def rate_text(self) -> str:
-        """Sentence on what tokens per second count, where sequences share prefixes; empty where they do not."""
-        return " Tokens per second count what sequences have in common for each of them." * bool(self.borrowed)
 
     @property
     def trained_share(self) -> float:

@@ -19,10 +19,11 @@ from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.flags import ALLTOALL, AUTO, DISPATCHERS, GATED_DELTA_NET, KERNELS, MACHINES
 from megatron_epp.plan.layer_flags import all_but_every, by_layer, pattern_of
 from megatron_epp.plan.layout import even_layers
-from megatron_epp.plan.problem import Lengths, own_parts
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, naming_file, nearest, number, parse_json, read_text
 from megatron_epp.plan.sizing import loss_block_tokens
 from megatron_epp.plan.yaml_files import MOST_YAML_BYTES, find, read_yaml
+from megatron_epp.planner.chunks.chunker import own_parts
 from megatron_epp.tools.formulas.hardware import CPU, H100_NODE, Rates
 from megatron_epp.tools.formulas.layer_sizes import PARTS, DeltaNet, StateSpace
 from megatron_epp.tools.formulas.model_shape import ModelShape

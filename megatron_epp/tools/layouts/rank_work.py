@@ -13,7 +13,8 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import tokens_and_pairs
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.problem import Problem, own_parts
+from megatron_epp.plan.problem import Problem
+from megatron_epp.planner.chunks.chunker import own_parts
 
 type CostsOf = Callable[[Layout], PipelineCosts]  # the costs of a pipeline with a layout
 
