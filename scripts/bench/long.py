@@ -15,8 +15,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.plan import Plan
 from megatron_epp.plan.kv_offload import host_peak_bytes
-from megatron_epp.plan.problem import Lengths
-from megatron_epp.planner import Options, Problem
+from megatron_epp.plan.problem import Lengths, Options, Problem
 from megatron_epp.tools.formulas import analytic_profile, on_device
 from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 from scripts.bench.frame import Bench, Figures

@@ -31,7 +31,6 @@ from megatron_epp.features.trees.choice import divisible
 from megatron_epp.features.trees.tree_cuts import depth_first
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed, path_of
-from megatron_epp.plan.problem import Lengths
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.service.replica_balance import divide, sequence_work
 from megatron_epp.tools.formulas import analytic_profile
@@ -131,8 +130,8 @@ class Ways:
     def __init__(self, batch: Batch) -> None:
         self.shape = shape_of(load_flags("llama3-8b") | {"seq_length": max(batch.lengths)})
         self.profile = analytic_profile(self.shape, H100_NODE)
-        self.costs = self.profile.costs(balanced_layers(self.profile, self.shape.num_layers, GPUS, [Lengths(batch.lengths)]))
         self.separate = Problem(tuple(batch.lengths), tuple(range(GPUS)), (CAP_BYTES,) * GPUS)
+        self.costs = self.profile.costs(balanced_layers(self.profile, self.shape.num_layers, GPUS, [self.separate]))
         shares = any(count for _, count in batch.borrowed)
         self.trees = replace(self.separate, borrowed=tuple(batch.borrowed)) if shares else self.separate
 

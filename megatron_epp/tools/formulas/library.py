@@ -19,7 +19,7 @@ from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.flags import ALLTOALL, AUTO, DISPATCHERS, GATED_DELTA_NET, KERNELS, MACHINES
 from megatron_epp.plan.layer_flags import all_but_every, by_layer, pattern_of
 from megatron_epp.plan.layout import even_layers
-from megatron_epp.plan.problem import Lengths
+from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, naming_file, nearest, number, parse_json, read_text
 from megatron_epp.plan.sizing import loss_block_tokens
 from megatron_epp.plan.yaml_files import MOST_YAML_BYTES, find, read_yaml
@@ -340,7 +340,7 @@ def balanced_layers(
     profile: Profile,
     num_layers: int,
     num_stages: int,
-    batches: Iterable[Lengths] = (),
+    batches: Iterable[Lengths | Problem] = (),
     rank_of: Sequence[int] = (),
     *,
     shards_vocabulary: bool = False,
