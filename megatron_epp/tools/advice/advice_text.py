@@ -14,7 +14,6 @@ from megatron_epp.plan import is_unlimited
 from megatron_epp.plan.flags import flag_words
 from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, rows_together
-from megatron_epp.planner.chunks.chunker import own_parts
 from megatron_epp.tools.advice.configuration_search import CLOSE, TIE, Advice
 from megatron_epp.tools.advice.judge import Baseline, Judged, Parts
 from megatron_epp.tools.advice.question import COUNTED_FOR_EACH, Configuration, Question
@@ -159,11 +158,8 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
         _wrapped(f"{devices}. {batch}; one of {question.context:,} fits too."),
         f"Configurations that fit: {1 + len(others)} (planned as in training: {len(advice.best)}); that do not: {len(unfit)}.",
         "\n".join(_table(advice, show)),
-        _wrapped(
-            _READ
-            + COUNTED_FOR_EACH * bool(question.borrowed)
-            + _REDUCTION.format(format_us(best.parts.reduction_us)) * (best.parts.reduction_us > 0)
-        ),
+        _wrapped(_READ + _REDUCTION.format(format_us(best.parts.reduction_us)) * (best.parts.reduction_us > 0)),
+        *[COUNTED_FOR_EACH] * bool(question.borrowed),
         _wrapped(_plain_text(advice)),
         "\n".join(advice.gain.lines()),
         _wrapped(_NOT_SUBTRACTED.format(products=products)),
@@ -239,16 +235,14 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     each = f", {tokens // count // config.ranks:,} on each of the {config.ranks} devices that share it (TP x CP)"
     chunks = f"its {count} chunks have {tokens // count:,} tokens on average{each * (config.ranks > 1)}"
     room_bytes = min(cap - static for cap, static in zip(plan.cap_bytes, plan.static_bytes, strict=True))
-    problem, kind = question.batch(config), "largest tree" if question.borrowed else "longest document"
-    own = [end - start for start, end in own_parts(problem)]
-    most = max(sum(own[q] for q in unit) for unit in problem.indivisible)
-    largest = f": the {kind} has {most:,} tokens, where a fair share has {sum(own) // config.data:,}"
+    longest = f": the longest document has {max(question.lengths):,} tokens, where a fair share has "
+    waited = ", on which sequences that begin alike stay together", f"{longest}{question.tokens // config.data:,}"
     return {
         "compute_us": ("computing takes", f": {chunks}, and kernels are slower per token the fewer they are"),
         "exchange_us": (f"exchange within {sharing}{crosses} takes", ""),
         "recompute_us": ("recompute takes", f", as weights and optimizer leave {format_bytes(room_bytes)} for activations"),
         "bubble_us": (f"the bubble of a pipeline of {config.pipeline} is", f", with {tokens:,} tokens for each replica"),
-        "waiting_us": (f"{config.data} replicas wait for the slowest for", largest),
+        "waiting_us": (f"{config.data} replicas wait for the slowest for", waited[not question.borrowed]),
         "reduction_us": (f"reducing gradients over {config.context * config.data} ranks takes", ""),
     }[name]
 

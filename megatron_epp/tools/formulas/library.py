@@ -347,8 +347,7 @@ def balanced_layers(
 ) -> tuple[int, ...]:
     """Layers of each stage that level the ranks' times: with a large vocabulary fewer on the last stage, or its rank.
 
-    Batches are weighed by what chunks run of them. Without any attention takes no time, without `rank_of` every rank has one
-    stage. Raises `EppError` for too many stages.
+    Without batches attention takes no time, without `rank_of` every rank has one stage. Raises `EppError` for too many stages.
     """
     even_layers(num_layers, num_stages)
     tokens, all_pairs = tokens_and_pairs(part for batch in batches for part in own_parts(batch))

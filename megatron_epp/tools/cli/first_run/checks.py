@@ -109,7 +109,7 @@ def gain(setting: Setting) -> Outcome:
         f"{max(question.lengths):,}; {config.name}; costs by formula for {setting.cluster.name}",
         *[note] * bool(note),
         *_rows(question, stock, elastic),
-        *[COUNTED_FOR_EACH.strip()] * bool(question.borrowed),
+        *[COUNTED_FOR_EACH] * bool(question.borrowed),
         said,
         *[f"not subtracted: {_NOT_SUBTRACTED}"] * bool(refused),
         *refused,
