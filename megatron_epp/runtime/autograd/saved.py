@@ -184,6 +184,12 @@ def tracking_in_this_thread() -> AbstractContextManager[Any]:
     return _active[-1]._hooks if _active else nullcontext()
 
 
+def observe() -> None:
+    """Have all active `SavedTensors` count, where `others` have more bytes than when tensors are saved or released next."""
+    for saved in _active:
+        saved.observe()
+
+
 def resize(memory: torch.UntypedStorage, num_bytes: int) -> None:
     """Resize memory that saved tensors may share, and update the counts of all active `SavedTensors`."""
     memory.resize_(num_bytes)
