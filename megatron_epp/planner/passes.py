@@ -300,10 +300,12 @@ class StagePasses:
         sizes = np.zeros((3, len(taken), len(layers), len(none)), dtype=np.int64)
         for kind in dict.fromkeys(layers):
             equal = [number for number, layer in enumerate(layers) if layer == kind]
+            tails = self.costs.tail_bytes(self.stage, self.work, equal[0])
             for at in np.unique(taken).tolist():
                 mode = _NAMES[at] if at < len(_NAMES) else ""
                 bytes_of = backward_items(self.stage, self.work, self.costs, mode, equal[0], split=split)
                 own = [sum(items.values()) for items in (bytes_of.activations, bytes_of.peak, bytes_of.gone)]
+                own[0], own[2] = own[0] - tails * (bool(mode) and not MODES[mode].keeps_kv), own[2] + tails
                 sizes[:, :, equal] = np.where((taken == at)[None, :, None], np.array(own)[:, None, None], sizes[:, :, equal])
         activations, peak, gone = sizes
         return LayerGroup(1, np.minimum.accumulate(activations, axis=0), peak, gone)

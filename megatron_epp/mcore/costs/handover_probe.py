@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
+
 from torch import Tensor
 
 from megatron_epp.cost.blocks import HANDOVER, BlockCosts
 from megatron_epp.mcore.costs.memory_probe import bytes_chunk
-from megatron_epp.mcore.costs.probe import backward, forward
+from megatron_epp.mcore.costs.probe import backward, forward, layers_of, watched
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.segments import SliceView
@@ -15,16 +18,22 @@ from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.handover import Handover
 
 
-def handed_over(stage: MegatronStage) -> tuple[BlockCosts, int]:
-    """Return the block of what a slice hands over, and the bytes that layers keep besides because of it.
+def handed_over(stage: MegatronStage) -> tuple[BlockCosts, list[float]]:
+    """Return the block of what a slice hands over, and the bytes that each layer keeps besides because of it.
 
     Three slices of a sequence run without recompute: what the second one keeps is compared with what the first does.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, handover = segment.end, stage.kv_cache.carried(Handover)
     meter, sizes, runs = SavedTensors(stage.parameters, lambda: handover.num_bytes), [0], list[tuple[Tensor, ChunkContext]]()
-    shorter: list[int] = []
-    with meter:
+    shorter, layers = list[int](), [[0] for _ in layers_of(stage)]
+
+    def note(live_bytes: list[int], _event: str) -> None:
+        live_bytes.append(meter.live_bytes)
+
+    with meter, ExitStack() as watching:
+        for own, layer in zip(layers, layers_of(stage), strict=True):
+            watching.enter_context(watched([layer], partial(note, own)))
         for start in (0, tokens, 2 * tokens):
             view = SliceView(0, start, start + tokens, 3 * tokens, 3 * tokens, 3)
             _, output, context = forward(stage, Chunk((Segment(0, start, start + tokens),)), view)
@@ -38,4 +47,7 @@ def handed_over(stage: MegatronStage) -> tuple[BlockCosts, int]:
     states = sizes[1] - first_bytes
     more = sizes[2] - sizes[1] - first_bytes
     more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
-    return BlockCosts(kind=HANDOVER, state_bytes=states + shorter[0], state_tokens=handover.most_rows), max(0, more)
+    # A layer's part is that of what it keeps of the slice before, the state included
+    own_bytes = [max(0, own[4] - own[3] - (own[2] - own[1])) for own in layers]
+    tails = [max(0, more) * own / max(1, sum(own_bytes)) for own in own_bytes]
+    return BlockCosts(kind=HANDOVER, state_bytes=states + shorter[0], state_tokens=handover.most_rows), tails

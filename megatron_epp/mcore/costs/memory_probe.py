@@ -162,8 +162,8 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     if not few.hands_over:
         return replace(costs, blocks=(received, *rest))
     handover, tails = resolve_name("megatron_epp.mcore.costs.handover_probe:handed_over")(stage)
-    costs = replace(costs, blocks=(received, handover, *rest))
-    return costs.changed(LAYER, tail_bytes=tails / max(1, stage.num_layers))
+    costs = replace(costs, blocks=(received, handover, *rest)).changed(LAYER, tail_bytes=sum(tails) / max(1, len(tails)))
+    return replace(costs, unlike=tuple(replace(at, tail_bytes=own) for at, own in zip(costs.unlike, tails, strict=False)))
 
 
 def _caches(stage: MegatronStage) -> dict[str, list[bool]]:
@@ -207,8 +207,12 @@ class Held(NamedTuple):
 
 
 def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
-    """Run a chunk forward and backward, and measure; watch all layers' backwards for their peaks."""
-    meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
+    """Run a chunk forward and backward, and measure; watch all layers' backwards for their peaks.
+
+    It has two sequences: kernels of states keep the number of every token's sequence where there are several.
+    """
+    meter, half = SavedTensors(stage.parameters), bytes_chunk(stage).num_tokens // 2
+    chunk = Chunk((Segment(0, 0, half), Segment(1, 0, bytes_chunk(stage).num_tokens - half)))
     layers, ahead = [_LayerBytes(meter) for _ in layers_of(stage)], _LayerBytes(meter)
     of_prediction = stage.language_model.mtp.layers if stage.depths else ()
 
