@@ -141,23 +141,23 @@ def plans(args, costs, run, batches):
         free = build_plan(problem, costs, options, made)
         yield "free", free
 
-        def chosen(modes, some, problem=problem, options=options, made=made):
-            """Recompute of all layers at one level, or of some at several; with copies, or with some keys and values away."""
+        def chosen(modes, some, copied, problem=problem, options=options, made=made):
+            """Recompute of all layers at one level, or of some at several; `copied`, or with some keys and values away."""
             passes = tabulate(made.chunks, problem, costs, modes).passes
             recompute_steps = [
                 [draw.randint(0, int(passes[stage].most[c])) if some else count for c in range(len(made.chunks))]
                 for stage, count in enumerate(costs.num_layers)
             ]
-            copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
+            copies = with_copies(made.order, costs.offloadable_share, draw) if copied else {}
             sequences = slices_in(made.chunks, problem.lengths, problem.borrowed)
             pairs = [*product(range(len(recompute_steps)), sequences)]
-            kv_offload = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
+            kv_offload = frozenset(draw.sample(pairs, draw.randint(min(1, len(pairs)), len(pairs))) if not copied else [])
             changed = replace(made, modes=modes, recompute_steps=recompute_steps, kv_offload=kv_offload, **copies)
             return build_plan(problem, costs, options, changed)
 
-        for mode in RECOMPUTE_MODES:
-            yield f"all {mode}", chosen((mode,), False)
-        yield "some", chosen(tuple(draw.sample(RECOMPUTE_MODES, draw.randint(1, 3))), True)
+        for at, mode in enumerate(RECOMPUTE_MODES):
+            yield f"all {mode}", chosen((mode,), False, (at + number // 2) % 2 == 0)
+        yield "some", chosen(tuple(draw.sample(RECOMPUTE_MODES, draw.randint(1, 3))), True, draw.random() < 0.5)
         part = draw.uniform(0.35, 0.9)
         caps = tuple(base + int(part * (peak - base)) for base, peak in zip(static, free.predicted.peak_bytes, strict=True))
         with contextlib.suppress(InfeasibleError):
