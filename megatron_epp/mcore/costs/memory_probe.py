@@ -107,8 +107,10 @@ def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tupl
     """
     own = {mode: _held(stage, _with(mode, stage.num_layers)).layers for mode in ("", *mean.recompute, FULL)}
     unlike = []
-    for number, (bare, _) in enumerate(own[FULL]):
-        kept_bytes = {mode: least + layers[number][0] - bare for mode, layers in own.items()}
+    for number, (bare, *_) in enumerate(own[FULL]):
+        # Behind the last one nothing takes the place of what its forward drops at its end: of one part, its norm's output
+        at = 2 if number + 1 == stage.num_layers else 0
+        kept_bytes = {mode: least + layers[number][at] - bare for mode, layers in own.items()}
         most = {mode: kept_bytes[mode] + layers[number][1] for mode, layers in own.items()}
         modes = {mode: ModeCosts(known.again, kept_bytes[mode], most[mode]) for mode, known in mean.recompute.items()}
         unlike.append(
@@ -195,8 +197,8 @@ def _with(mode: str, count: int, full: int = 0) -> Recompute:
 class Held(NamedTuple):
     """Bytes per token."""
 
-    # What each layer keeps, and its backward's peak above what is live when that begins
-    layers: Sequence[tuple[float, float]]
+    # What each layer keeps, its backward's peak above what is live when that begins, and its forward's peak
+    layers: Sequence[tuple[float, float, float]]
     activations: float  # held from forward to backward
     head: float  # part of `activations` that is freed before the backward reaches the layers
     peak_above_entry: float  # peak while the backward of the last layer runs, above what was live when it began
@@ -232,14 +234,15 @@ def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False
         layers_weights, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
     last, tokens = layers[-1] if layers else _LayerBytes(meter), chunk.num_tokens
     sizes = activations, activations - last.begin_bytes, last.above_bytes, weights, layers_weights, ahead.kept_bytes
-    return Held([(each.kept_bytes / tokens, each.above_bytes / tokens) for each in layers], *(size / tokens for size in sizes))
+    rows = [(each.kept_bytes / tokens, each.above_bytes / tokens, each.most_bytes / tokens) for each in layers]
+    return Held(rows, *(size / tokens for size in sizes))
 
 
 class _LayerBytes:
     """Bytes that a layer keeps, and that are held while its backward runs.
 
     Attributes:
-        kept_bytes: more live behind its forward than ahead of it.
+        kept_bytes, most_bytes: more live behind its forward than ahead of it, and at most in it.
         runs: number of its modules whose backward runs.
         begin_bytes: bytes live when the gradient of the layer's output has been computed.
         peak_bytes: peak from then until the gradient of the layer's input has been computed.
@@ -247,7 +250,7 @@ class _LayerBytes:
 
     def __init__(self, meter: SavedTensors) -> None:
         self.runs = 0
-        self.kept_bytes = self.begin_bytes = self.peak_bytes = 0
+        self.kept_bytes = self.most_bytes = self.begin_bytes = self.peak_bytes = 0
         self._meter = meter
 
     @property
@@ -256,7 +259,9 @@ class _LayerBytes:
 
     def note(self, event: str) -> None:
         if event in ("in", "out"):
+            self.most_bytes = self._meter.peak_bytes - self.kept_bytes
             self.kept_bytes = self._meter.live_bytes - self.kept_bytes
+            self._meter.peak_bytes = self._meter.live_bytes
         elif event == "gradient in":
             if not self.runs:
                 self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
