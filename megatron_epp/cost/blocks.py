@@ -134,7 +134,7 @@ class BlockCosts(PartCosts):
     def peak_bytes(self, work: ChunkWork, mode: str = "", split: bool = False) -> tuple[TimeColumn, TimeColumn, TimeColumn]:
         """Bytes of a `LayerPeak` (`PipelineCosts.layer_peak_bytes`) of one layer, not rounded."""
         full, attended = self._peaks_per_token(mode, split)
-        # Behind attention a first slice's keys and values are gone, which count here, so it never holds more than one by itself
+        # Where attention frees the keys and values, which still count, no more is held than in a chunk without a cache
         attended = np.where(work.sliced & ~work.first, attended, min(full, attended))
         cached, prefix = self._in_cache(work, share=1.0), self.prefix_bytes(work) * (self.cached_share > 0)
         gradient = self.cached_share * self.kv_gradient_bytes(work)

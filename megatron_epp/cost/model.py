@@ -235,10 +235,6 @@ class PipelineCosts:
         own = self._layer(stage, layer)
         return self._freed_bytes(own.kept_per_token(work, *_known_mode(stage, own, mode)) * work.tokens)
 
-    def tail_bytes(self, stage: int, work: ChunkWork, layer: int) -> IntColumn:
-        """Bytes of the slice before that a layer keeps, which its backward frees, too, besides `layer_bytes`."""
-        return self._freed_bytes(self._layer(stage, layer).kept_bytes(work))
-
     def layer_peak_bytes(
         self, stage: int, work: ChunkWork, mode: str = "", layer: int | None = None, *, split: bool = False
     ) -> LayerPeak:

@@ -266,10 +266,8 @@ class StagePasses:
         else:
             whole, split = self._unlike(split=False), self._unlike(split=True)
             kept_bytes = self.activation - _saved_by_unlike(whole)
-            whole_bytes, split_bytes = (
-                _most_of_unlike(self.backward(), whole),
-                _most_of_unlike(self.backward(split=True), split),
-            )
+            whole_bytes = _most_of_unlike(self.backward(), whole)
+            split_bytes = _most_of_unlike(self.backward(split=True), split)
         price = np.divide(layer_us, saved, out=np.full(saved.shape, np.inf), where=saved != 0)[full]
         return Ways(
             kept_bytes=kept_bytes.T,
@@ -300,7 +298,7 @@ class StagePasses:
         sizes = np.zeros((3, len(taken), len(layers), len(none)), dtype=np.int64)
         for kind in dict.fromkeys(layers):
             equal = [number for number, layer in enumerate(layers) if layer == kind]
-            tails = self.costs.tail_bytes(self.stage, self.work, equal[0])
+            tails = (kind.kept_bytes(self.work) * (1.0 + self.costs.fragmentation_share)).astype(np.int64)
             for at in np.unique(taken).tolist():
                 mode = _NAMES[at] if at < len(_NAMES) else ""
                 bytes_of = backward_items(self.stage, self.work, self.costs, mode, equal[0], split=split)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 
 from torch import Tensor
 
 from megatron_epp.cost.blocks import HANDOVER, BlockCosts
-from megatron_epp.mcore.costs.memory_probe import bytes_chunk
+from megatron_epp.mcore.costs.memory_probe import LayerBytes, bytes_chunk
 from megatron_epp.mcore.costs.probe import backward, forward, layers_of, watched
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import Chunk, Segment
@@ -23,17 +22,12 @@ def handed_over(stage: MegatronStage) -> tuple[BlockCosts, list[float]]:
 
     Three slices of a sequence run without recompute: what the second one keeps is compared with what the first does.
     """
-    (segment,) = bytes_chunk(stage).segments
-    tokens, handover = segment.end, stage.kv_cache.carried(Handover)
+    tokens, handover = bytes_chunk(stage).num_tokens, stage.kv_cache.carried(Handover)
     meter, sizes, runs = SavedTensors(stage.parameters, lambda: handover.num_bytes), [0], list[tuple[Tensor, ChunkContext]]()
-    shorter, layers = list[int](), [[0] for _ in layers_of(stage)]
-
-    def note(live_bytes: list[int], _event: str) -> None:
-        live_bytes.append(meter.live_bytes)
-
+    shorter, layers, kept = list[int](), [LayerBytes(meter) for _ in layers_of(stage)], list[list[int]]()
     with meter, ExitStack() as watching:
         for own, layer in zip(layers, layers_of(stage), strict=True):
-            watching.enter_context(watched([layer], partial(note, own)))
+            watching.enter_context(watched([layer], own.note))
         for start in (0, tokens, 2 * tokens):
             view = SliceView(0, start, start + tokens, 3 * tokens, 3 * tokens, 3)
             _, output, context = forward(stage, Chunk((Segment(0, start, start + tokens),)), view)
@@ -42,12 +36,13 @@ def handed_over(stage: MegatronStage) -> tuple[BlockCosts, list[float]]:
             if not start:
                 first_bytes = meter.live_bytes
             shorter.append(handover.shorter_bytes)
+            kept.append([own.kept_bytes for own in layers])
         while runs:
             backward(stage, *runs.pop())
     states = sizes[1] - first_bytes
     more = sizes[2] - sizes[1] - first_bytes
     more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
     # A layer's part is that of what it keeps of the slice before, the state included
-    own_bytes = [max(0, own[4] - own[3] - (own[2] - own[1])) for own in layers]
+    own_bytes = [max(0, both - 2 * first) for first, both in zip(*kept[:2], strict=True)]
     tails = [max(0, more) * own / max(1, sum(own_bytes)) for own in own_bytes]
     return BlockCosts(kind=HANDOVER, state_bytes=states + shorter[0], state_tokens=handover.most_rows), tails

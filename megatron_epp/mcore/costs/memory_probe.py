@@ -108,7 +108,7 @@ def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tupl
     own = {mode: _held(stage, _with(mode, stage.num_layers)).layers for mode in ("", *mean.recompute, FULL)}
     unlike = []
     for number, (bare, *_) in enumerate(own[FULL]):
-        # Behind the last one nothing takes the place of what its forward drops at its end: of one part, its norm's output
+        # Behind the last one nothing takes the place of what its forward drops at its end, such as a norm's output
         at = 2 if number + 1 == stage.num_layers else 0
         kept_bytes = {mode: least + layers[number][at] - bare for mode, layers in own.items()}
         most = {mode: kept_bytes[mode] + layers[number][1] for mode, layers in own.items()}
@@ -209,13 +209,10 @@ class Held(NamedTuple):
 
 
 def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
-    """Run a chunk forward and backward, and measure; watch all layers' backwards for their peaks.
-
-    It has two sequences: kernels of states keep the number of every token's sequence where there are several.
-    """
-    meter, half = SavedTensors(stage.parameters), bytes_chunk(stage).num_tokens // 2
-    chunk = Chunk((Segment(0, 0, half), Segment(1, 0, bytes_chunk(stage).num_tokens - half)))
-    layers, ahead = [_LayerBytes(meter) for _ in layers_of(stage)], _LayerBytes(meter)
+    """Run a chunk of two sequences, whose numbers some kernels keep, and measure; watch all layers for their peaks."""
+    meter, tokens = SavedTensors(stage.parameters), bytes_chunk(stage).num_tokens
+    chunk = Chunk((Segment(0, 0, tokens // 2), Segment(1, 0, tokens - tokens // 2)))
+    layers, ahead = [LayerBytes(meter) for _ in layers_of(stage)], LayerBytes(meter)
     of_prediction = stage.language_model.mtp.layers if stage.depths else ()
 
     def note(number: int, event: str) -> None:
@@ -232,17 +229,17 @@ def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False
         backward(stage, output, context, keep_weights)
         weights = meter.live_bytes
         layers_weights, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
-    last, tokens = layers[-1] if layers else _LayerBytes(meter), chunk.num_tokens
+    last = layers[-1] if layers else LayerBytes(meter)
     sizes = activations, activations - last.begin_bytes, last.above_bytes, weights, layers_weights, ahead.kept_bytes
     rows = [(each.kept_bytes / tokens, each.above_bytes / tokens, each.most_bytes / tokens) for each in layers]
     return Held(rows, *(size / tokens for size in sizes))
 
 
-class _LayerBytes:
+class LayerBytes:
     """Bytes that a layer keeps, and that are held while its backward runs.
 
     Attributes:
-        kept_bytes, most_bytes: more live behind its forward than ahead of it, and at most in it.
+        kept_bytes, most_bytes: more live behind its forward than ahead of it, of several in all, and at most in the last.
         runs: number of its modules whose backward runs.
         begin_bytes: bytes live when the gradient of the layer's output has been computed.
         peak_bytes: peak from then until the gradient of the layer's input has been computed.
@@ -295,8 +292,7 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
 
     `keep_weights` splits weight gradients off. The backward of the last layer that caches is watched.
     """
-    (segment,) = bytes_chunk(stage).segments
-    tokens, kv_cache, left_bytes = segment.end, stage.kv_cache, [0]
+    tokens, kv_cache, left_bytes = bytes_chunk(stage).num_tokens, stage.kv_cache, [0]
 
     def cached() -> int:
         """Return the caches' bytes; note the live bytes if they have grown, while what attention kept is still held."""
@@ -317,7 +313,7 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
 
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
-    last = _LayerBytes(meter)
+    last = LayerBytes(meter)
     caching = [layer for layer in layers_of(stage) if _num_cached(layer)] or [*layers_of(stage)]
     with meter, watched(caching[-1:], note):
         for start in (0, tokens):

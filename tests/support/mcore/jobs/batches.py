@@ -157,7 +157,7 @@ def plans(args, costs, run, batches):
 
         for at, mode in enumerate(RECOMPUTE_MODES):
             yield f"all {mode}", chosen((mode,), False, (at + number // 2) % 2 == 0)
-        yield "some", chosen(tuple(draw.sample(RECOMPUTE_MODES, draw.randint(1, 3))), True, draw.random() < 0.5)
+        yield "some", chosen(tuple(draw.sample(RECOMPUTE_MODES, draw.randint(2, 3))), True, draw.random() < 0.5)
         part = draw.uniform(0.35, 0.9)
         caps = tuple(base + int(part * (peak - base)) for base, peak in zip(static, free.predicted.peak_bytes, strict=True))
         with contextlib.suppress(InfeasibleError):
