@@ -121,9 +121,7 @@ class HostStore(KVStore):
                 now.ahead.begin()
             yield
         finally:
-            self._host.streams.wait(
-                *map(self._host.streams.mark, (True, False))
-            )  # buffers go, and copies are under way in them
+            self._wait(*map(self._host.streams.mark, (True, False)))  # buffers go, and copies are under way in them
             self._now, self.num_bytes = None, 0
 
     def parts(self, heads: int) -> int:
@@ -137,15 +135,14 @@ class HostStore(KVStore):
         if group.layer not in self._layers:
             self._layers.append(group.layer)
         self._open(self._running)
-        held = self._held[view.sequence]
-        held.rows[group] = held.region.reserve(sum(x.nbytes for x in self._running.buffers[0]))
+        self._held[view.sequence].rows[group] = self._reserve(view, self._running.buffers[0])
 
     def rows(self, view: SliceView, group: HeadGroup, num_rows: int) -> Tensors:
         """Return the buffers that hold a group. The next group is being copied into the others."""
         now = self._running
         self._open(now)
         now.current, mark = now.ahead.take(Use(group, num_rows))
-        self._host.streams.wait(mark)
+        self._wait(mark)
         return now.buffers[now.current]
 
     def keep(self, view: SliceView, group: HeadGroup, rows: Tensors) -> None:
@@ -160,9 +157,7 @@ class HostStore(KVStore):
 
     def add_gradient(self, view: SliceView, group: HeadGroup, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
         now, is_first = self._running, group not in self._held[view.sequence].gradients
-        self._host.streams.wait(
-            now.arriving
-        )  # behind the load of the sum, or behind the offload of the last group's, in the one buffer
+        self._wait(now.arriving)  # behind the load of the sum, or behind the offload of the last group's, in the one buffer
         own = []
         for buffer, grad in zip(now.gradient, grads, strict=True):
             total = buffer if heads is None else buffer[:, heads]
@@ -176,7 +171,7 @@ class HostStore(KVStore):
     def keep_gradient(self, view: SliceView, group: HeadGroup) -> None:
         now, held = self._running, self._held[view.sequence]
         if group not in held.gradients:
-            held.gradients[group] = held.region.reserve(sum(x.nbytes for x in now.gradient))
+            held.gradients[group] = self._reserve(view, now.gradient)
         now.arriving = self._copy(now.gradient, held.gradients[group], 0, view.start, True)  # then it may be overwritten
 
     def free(self, view: SliceView, group: HeadGroup) -> None:
@@ -209,9 +204,8 @@ class HostStore(KVStore):
         held = self._held[now.view.sequence]
         now.buffers = [self._empty(held, [x.dtype for x in held.like]) for _ in range(2)]
         if now.backward:
-            now.gradient = self._empty(
-                held, [torch.promote_types(x.dtype, torch.float32) if now.wide else x.dtype for x in held.like]
-            )
+            sums = [torch.promote_types(x.dtype, torch.float32) if now.wide else x.dtype for x in held.like]
+            now.gradient = self._empty(held, sums)
 
     def _load(self, use: Use, number: int) -> Mark:
         now = self._running
@@ -219,6 +213,9 @@ class HostStore(KVStore):
         if held is None or use.group not in held.rows:  # a first slice: nothing to load, but rows may still be leaving
             return now.left[number]
         return self._copy(now.buffers[number], held.rows[use.group], 0, use.num_rows, False, now.left[number])
+
+    def _wait(self, *marks: Mark) -> None:
+        self._host.streams.wait(*marks)
 
     def _copy(self, buffers: Tensors, host_offset: int, start: int, stop: int, out: bool, *after: Mark) -> Mark:
         """Begin to copy rows of buffers to (`out`) or from their offset in the region, after marks; return the mark behind."""
@@ -230,6 +227,9 @@ class HostStore(KVStore):
                     (host if out else device).copy_(device if out else host, non_blocking=True)
                 host_offset += buffer.nbytes
             return streams.mark(out)
+
+    def _reserve(self, view: SliceView, buffers: Tensors) -> int:
+        return self._held[view.sequence].region.reserve(sum(x.nbytes for x in buffers))
 
     def _empty(self, held: _Sequence, dtypes: Iterable[torch.dtype]) -> Tensors:
         sizes = zip(held.like, dtypes, strict=True)

@@ -23,8 +23,8 @@ def handed_over(stage: MegatronStage) -> tuple[BlockCosts, list[float]]:
     Three slices of a sequence run without recompute: what the second one keeps is compared with what the first does.
     """
     tokens, handover = bytes_chunk(stage).num_tokens, stage.kv_cache.carried(Handover)
-    meter, sizes, runs = SavedTensors(stage.parameters, lambda: handover.num_bytes), [0], list[tuple[Tensor, ChunkContext]]()
-    shorter, layers, kept = list[int](), [LayerBytes(meter) for _ in layers_of(stage)], list[list[int]]()
+    meter, runs = SavedTensors(stage.parameters, lambda: handover.num_bytes), list[tuple[Tensor, ChunkContext]]()
+    layers, after = [LayerBytes(meter) for _ in layers_of(stage)], list[tuple[int, int, int, list[int]]]()
     with meter, ExitStack() as watching:
         for own, layer in zip(layers, layers_of(stage), strict=True):
             watching.enter_context(watched([layer], own.note))
@@ -32,17 +32,12 @@ def handed_over(stage: MegatronStage) -> tuple[BlockCosts, list[float]]:
             view = SliceView(0, start, start + tokens, 3 * tokens, 3 * tokens, 3)
             _, output, context = forward(stage, Chunk((Segment(0, start, start + tokens),)), view)
             runs.append((output, context))
-            sizes.append(meter.held_bytes)
-            if not start:
-                first_bytes = meter.live_bytes
-            shorter.append(handover.shorter_bytes)
-            kept.append([own.kept_bytes for own in layers])
+            after.append((meter.held_bytes, meter.live_bytes, handover.shorter_bytes, [own.kept_bytes for own in layers]))
         while runs:
             backward(stage, *runs.pop())
-    states = sizes[1] - first_bytes
-    more = sizes[2] - sizes[1] - first_bytes
-    more -= states + shorter[0] - shorter[1]  # slices shorter than a window, of which the second hands on more rows
-    # A layer's part is that of what it keeps of the slice before, the state included
-    own_bytes = [max(0, both - 2 * first) for first, both in zip(*kept[:2], strict=True)]
-    tails = [max(0, more) * own / max(1, sum(own_bytes)) for own in own_bytes]
-    return BlockCosts(kind=HANDOVER, state_bytes=states + shorter[0], state_tokens=handover.most_rows), tails
+    (held, live, shorter, first), (held_by_two, _, shorter_second, both), _ = after
+    # Slices may be shorter than a window, of which the second hands on more rows
+    states, more = held - live, held_by_two - 2 * held - (shorter - shorter_second)
+    kept_bytes = [max(0, two - 2 * one) for one, two in zip(first, both, strict=True)]  # of the slice before, by layer
+    tails = [max(0, more) * own / max(1, sum(kept_bytes)) for own in kept_bytes]
+    return BlockCosts(kind=HANDOVER, state_bytes=states + shorter, state_tokens=handover.most_rows), tails

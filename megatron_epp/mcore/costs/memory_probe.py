@@ -292,7 +292,7 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
 
     `keep_weights` splits weight gradients off. The backward of the last layer that caches is watched.
     """
-    tokens, kv_cache, left_bytes = bytes_chunk(stage).num_tokens, stage.kv_cache, [0]
+    tokens, kv_cache, left_bytes, freed_bytes = bytes_chunk(stage).num_tokens, stage.kv_cache, [0], list[int]()
 
     def cached() -> int:
         """Return the caches' bytes; note the live bytes if they have grown, while what attention kept is still held."""
@@ -303,7 +303,6 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
         return kv_cache.cache_bytes
 
     cache_bytes, begin_bytes, live_bytes, hands_over = 0, 0, 0, False
-    freed_bytes: list[int] = []
 
     def note(event: str) -> None:
         nonlocal begin_bytes
