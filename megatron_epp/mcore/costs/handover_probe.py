@@ -38,6 +38,6 @@ def handed_over(stage: MegatronStage) -> tuple[BlockCosts, list[float]]:
     (held, live, shorter, first), (held_by_two, _, shorter_second, both), _ = after
     # Slices may be shorter than a window, of which the second hands on more rows
     states, more = held - live, held_by_two - 2 * held - (shorter - shorter_second)
-    kept_bytes = [max(0, two - 2 * one) for one, two in zip(first, both, strict=True)]  # of the slice before, by layer
+    kept_bytes = [max(0, together - 2 * alone) for alone, together in zip(first, both, strict=True)]  # of the slice before, by layer
     tails = [max(0, more) * own / max(1, sum(kept_bytes)) for own in kept_bytes]
     return BlockCosts(kind=HANDOVER, state_bytes=states + shorter, state_tokens=handover.most_rows), tails
