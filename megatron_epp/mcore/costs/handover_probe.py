@@ -36,8 +36,8 @@ def handed_over(stage: MegatronStage) -> tuple[BlockCosts, list[float]]:
         while runs:
             backward(stage, *runs.pop())
     (held, live, shorter, first), (held_by_two, _, shorter_second, both), _ = after
-    # Slices may be shorter than a window, of which the second hands on more rows
+    # Slices may be shorter than a window, of which the second hands on more rows. Tails are divided by what layers keep more.
     states, more = held - live, held_by_two - 2 * held - (shorter - shorter_second)
-    kept_bytes = [max(0, together - 2 * alone) for alone, together in zip(first, both, strict=True)]  # of the slice before, by layer
+    kept_bytes = [max(0, together - 2 * alone) for alone, together in zip(first, both, strict=True)]
     tails = [max(0, more) * own / max(1, sum(kept_bytes)) for own in kept_bytes]
     return BlockCosts(kind=HANDOVER, state_bytes=states + shorter, state_tokens=handover.most_rows), tails
