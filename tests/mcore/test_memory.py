@@ -123,7 +123,7 @@ def lines_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], A
     @functools.cache
     def runs(batches: int, names: tuple[str, ...]) -> Any:
         folder = tmp_path_factory.mktemp("batches")
-        found = returned(job(1, "batches", folder=folder, batches=batches, names=names, timeout_s=400))
+        found = returned(job(1, "batches", folder=folder, batches=batches, names=names, timeout_s=800))
         assert not [ranks for ranks in found.values() if "error" in ranks], found
         return found
 
