@@ -140,6 +140,7 @@ class Ahead:
             getattr(columns, name).tolist() for name in ("time_us", "alloc_bytes", "free_bytes")
         )
         self.left = [list(numbers) for numbers in graph.tracks[: graph.num_ranks]]
+        self.order: list[list[int]] = [[] for _ in self.left]  # in which each rank has run them
         self.live = [*plan.static_bytes]
         self.is_busy = [False] * graph.num_ranks
         self.rank_of = columns.ranks().tolist()
@@ -165,6 +166,7 @@ class Ahead:
                         heapq.heappush(events, (self.arrives_us[number], self.rank_of[number], -1))
             if not self.is_busy[rank] and (at := self._next(rank, now_us)) is not None:
                 number = self.left[rank].pop(at)
+                self.order[rank].append(number)
                 self.is_busy[rank] = True
                 self.live[rank] += self.alloc[number] - self.free[number]
                 heapq.heappush(events, (now_us + self.took_us[number], rank, number))
