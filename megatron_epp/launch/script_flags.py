@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,15 +23,6 @@ class SuggestingParser(argparse.ArgumentParser):
     def named(self, unknown: Sequence[str]) -> str:
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         return " ".join([f"{flag}{nearest(flag, self._option_string_actions)}" for flag in flags] or unknown)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
-
-    def unknown_flags(self) -> list[str]:
-        """Return the flags among the words that this parser does not know, not even shortened."""
-        flags = (word.partition("=")[0] for word in self.words if word.startswith("--") and word != "--")
-        return [flag for flag in flags if not any(known.startswith(flag) for known in self._option_string_actions)]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

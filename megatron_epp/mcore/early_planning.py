@@ -38,7 +38,5 @@ def ask(name: str, *args: Any) -> Any:
 
 def end() -> None:
     """End the process, unless a run has taken it."""
-    global _process
     if _process is not None:
-        _process.close()
-    _process = None
+        take().close()

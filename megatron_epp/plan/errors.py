@@ -115,6 +115,11 @@ class InfeasibleError(EppError):
         self.least_cap_bytes = least_cap_bytes
 
 
+def reason_of(error: Exception) -> str:
+    """Return the text of an error, with its type if it is not of this package: `KeyError` alone has a text that says little."""
+    return str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
+
+
 def _restored(kind: type[EppError], args: tuple[Any, ...], state: dict[str, Any]) -> EppError:
     """Rebuild an error without its constructor, whose parameters differ between types."""
     error = kind.__new__(kind, *args)

@@ -61,8 +61,7 @@ class Replicas:
 
     @property
     def without_caps(self) -> Replicas:
-        unlimited = (UNLIMITED_BYTES,) * self.problems[0].num_ranks
-        return replace(self, problems=tuple(replace(problem, cap_bytes=unlimited) for problem in self.problems))
+        return self.with_caps(UNLIMITED_BYTES)
 
     def with_caps(self, cap_bytes: int) -> Replicas:
         return replace(self, problems=tuple(raised(problem, cap_bytes) for problem in self.problems))

@@ -65,7 +65,7 @@ class Worker:
         outcome = None
         while self._num_sent:
             try:
-                outcome = _received(self._connection)
+                outcome = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 raise self._ended() from None
             self._num_sent -= 1
@@ -121,10 +121,6 @@ def _send(connection: Connection, item: Any) -> None:
     collects such a buffer with the cycle that an error is often in.
     """
     connection.send_bytes(pickle.dumps(item))
-
-
-def _received(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
 
 
 def serve(handle: int, niceness: int) -> None:

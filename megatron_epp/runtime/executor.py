@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan, Remedy
+from megatron_epp.plan.errors import reason_of
 from megatron_epp.plan.grid import to_grid
 from megatron_epp.plan.message_slots import slots_of
 from megatron_epp.plan.operations import operation
@@ -126,8 +127,7 @@ class Executor:
             text = self.out_of_memory(self.plan, self.rank, self._short or self._actions[0], error)
             raise OutOfMemoryRunError(f"{self._where(self._progress.host)} failed: {text}") from None
         except Exception as error:
-            reason = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
-            raise RunError(self._describe(self._progress.host, f"failed: {reason}")) from error
+            raise RunError(self._describe(self._progress.host, f"failed: {reason_of(error)}")) from error
         finally:
             self._progress.close()
 

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import combinations, product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from megatron_epp.contrib.exact.choices import Clock
-from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan import Action, Op
 from megatron_epp.plan.operations import Collective, Of, needs_of, operation
 from megatron_epp.plan.relations import resolve
 from megatron_epp.planner.tables import Tables
 
-
-class Program(Protocol):
-    """The part of a constraint program (`exact.program`) that added operations need."""
-
-    @property
-    def chunks(self) -> Sequence[Chunk]: ...
-
-    @property
-    def tables(self) -> Tables: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def spans(self) -> Mapping[Action, Any]: ...
-
-    def add_span(self, action: Action, values: Sequence[int]) -> None: ...
-
-    def add_turn(self, pairs: Sequence[tuple[Action, Action]]) -> None: ...
-
-    def follows(self, action: Action, before: Action, gap: int = 0) -> None:
-        """Constrain an action to start when another has ended.
-
-        Args:
-            gap: ticks between them at least.
-        """
+if TYPE_CHECKING:
+    from megatron_epp.contrib.exact.program import Program
 
 
 def rank_of(action: Action, tables: Tables) -> int:

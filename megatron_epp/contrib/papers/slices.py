@@ -14,8 +14,8 @@ from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import Chunk
 from megatron_epp.plan.first_fit import joined, longest_first
 from megatron_epp.plan.problem import Problem
-from megatron_epp.plan.spans import allowed_cuts, within
-from megatron_epp.planner.chunks.chunker import Chunker, round_up
+from megatron_epp.plan.spans import within
+from megatron_epp.planner.chunks.chunker import Chunker, cuts_of, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +136,7 @@ class Slicer(Chunker):
     def _ends_outside_of_spans(self, sequence: int, time_us: float) -> list[int]:
         """Return ends of slices of about equal time of a sequence with spans, whose work counts where they begin."""
         length, spans = self.problem.lengths[sequence], self.problem.spans[sequence]
-        allowed = allowed_cuts(length, spans, self.problem.token_multiple)
-        work = np.cumsum([0.0, *(span.work for span in spans)])
-        starts = np.array([span.start for span in spans], dtype=np.int64)
-        ahead = self.line.per_token_us * allowed + self.line.per_pair_us * allowed * (allowed + 1) / 2
-        ahead = ahead + self.span_us * work[np.searchsorted(starts, allowed)]
+        allowed, ahead = cuts_of(length, spans, self.problem.token_multiple, self.line, self.span_us)
         count = max(1, round(ahead[-1] / time_us)) if time_us else 1
         nearest = {int(np.abs(ahead - ahead[-1] * number / count).argmin()) for number in range(1, count)}
         ends = [int(allowed[at]) for at in sorted({*nearest, len(allowed) - 1})]

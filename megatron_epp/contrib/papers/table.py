@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from megatron_epp.contrib.helix.helixpipe import HelixOrder, helixpipe
-from megatron_epp.contrib.papers.breadth_first import breadth_first
 from megatron_epp.contrib.papers.chronos import chronos, longest_lived_first
 from megatron_epp.contrib.papers.chunkflow import chunkflow
 from megatron_epp.contrib.papers.copies import copied
@@ -26,8 +25,7 @@ from megatron_epp.contrib.papers.sppo import sequence_aware_shares
 from megatron_epp.contrib.papers.stp import stp
 from megatron_epp.contrib.papers.terapipe import slices_of_least_latency
 from megatron_epp.contrib.papers.v_blocks import v_half, v_min
-from megatron_epp.contrib.papers.zb_v import zb_v
-from megatron_epp.contrib.papers.zero_bubble import zb_h1, zb_h2
+from megatron_epp.contrib.papers.zero_bubble import zb_h1, zb_h2, zb_v
 from megatron_epp.features.copies.ahead import longest_lived_shares
 from megatron_epp.plan.planners import PlannerEntry
 
@@ -48,7 +46,7 @@ PLANNERS: dict[str, PlannerEntry] = {
     "kfkb": _order(FixedOrder(kfkb), "k forwards and k backwards in turn, the best k", "Ada-Grouper, 2303.01675"),
     "interleaved": _order(FixedOrder(interleaved, chunks_per_rank=None), "1F1B, several stages per rank", "2104.04473"),
     "breadth-first": _order(
-        FixedOrder(breadth_first, chunks_per_rank=None), "all chunks on a rank's first stage, then on its next", "2211.05953"
+        FixedOrder(gpipe, chunks_per_rank=None), "all chunks on a rank's first stage, then on its next", "2211.05953"
     ),
     "zb-h1": _order(FixedOrder(zb_h1), "weight gradients fill bubbles, memory of 1F1B", "2401.10241", splits_weight=True),
     "zb-h2": _order(FixedOrder(zb_h2), "no bubble between a rank's ends, twice the memory", "2401.10241", splits_weight=True),

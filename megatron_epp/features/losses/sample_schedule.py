@@ -33,6 +33,7 @@ from megatron_epp.mcore.model.own_inputs import InputChunk, OwnInputs
 from megatron_epp.mcore.model.replayed_routes import routed_layers, routing_of
 from megatron_epp.mcore.start.sliced_start import new_run
 from megatron_epp.plan import EppError, Plan
+from megatron_epp.plan.errors import reason_of
 from megatron_epp.plan.spans import refuse_forced_cuts
 from megatron_epp.runtime.links.objects import AgreedError, from_each_of_job, raise_for
 
@@ -241,7 +242,7 @@ class SampleSchedule:
             problem = "" if named else "there are no samples"
             problem = problem or next(filter(None, (stage.obstacle for stage in run.stages.values())), "")
         except Exception as error:
-            problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
+            problem = reason_of(error)
         trains = any(parameter.requires_grad for model in self._models for parameter in model.parameters())
         of_rank = problem, digest, has_gradients, trains
         problems, digests, with_gradients, training = zip(*from_each_of_job(of_rank), strict=True)

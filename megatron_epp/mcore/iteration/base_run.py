@@ -26,7 +26,7 @@ from megatron_epp.mcore.iteration.loggers import Reports, Totals
 from megatron_epp.mcore.iteration.reduction import Reduction, gather_parameters, process_groups
 from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.plan import EppError, Op, Plan
-from megatron_epp.plan.errors import Names
+from megatron_epp.plan.errors import Names, reason_of
 from megatron_epp.plan.problem import LockstepGroups, Options, Problem, connected
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import Program
@@ -151,7 +151,7 @@ class Run:
             if isinstance(error, EppError) and not error.names:
                 error.names = self.names
             if not isinstance(error, unless) or isinstance(error, DisagreementError):  # which only some ranks have seen
-                self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
+                self.failures.tell(reason_of(error))
             raise
 
     def check_trained(self) -> None:

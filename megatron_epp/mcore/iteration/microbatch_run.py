@@ -43,7 +43,7 @@ from megatron_epp.mcore.releases import reads_ahead
 from megatron_epp.mcore.start.run_start import connect, settle, use_communicators
 from megatron_epp.plan import Action, EppError, InfeasibleError, Op, Plan
 from megatron_epp.plan.chunk import Borrowed
-from megatron_epp.plan.errors import Names
+from megatron_epp.plan.errors import Names, reason_of
 from megatron_epp.plan.plan_figures import offload_share
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.port.packed import MicrobatchLengths, OrderedPlan, PackedPlan
@@ -146,7 +146,7 @@ class MicrobatchRun(Run):
             if self.learning.is_done:  # costs are learnt from what stock would run
                 borrowed = self.find_prefixes(shapes, items)
         except Exception as error:  # alone, it would leave other ranks waiting
-            problem = problem or str(error)
+            problem = problem or reason_of(error)
         local = LocalShapes(shapes, problem, self.rank, num_bytes, self.replica, borrowed)
         return agree_on_shapes(local, self.links.control)
 

@@ -20,6 +20,7 @@ from megatron_epp.mcore.iteration.schedule_call import ScheduleCall, is_replay
 from megatron_epp.mcore.model.stage import timed
 from megatron_epp.mcore.releases import training_args
 from megatron_epp.plan import EppError, Remedy
+from megatron_epp.plan.errors import reason_of
 
 
 class Schedule:
@@ -131,7 +132,7 @@ class Schedule:
             sources = [take(iterator, count, self._shape) for iterator in iterators]
             known = [shapes for source in sources if (shapes := source.shapes()) is not None]
         except Exception as error:
-            return sources, None, str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
+            return sources, None, reason_of(error)
         if any(shapes != known[0] for shapes in known):
             return sources, None, "the iterators of this rank's model chunks yield different microbatches"
         return sources, known[0] if known else None if count else (), ""

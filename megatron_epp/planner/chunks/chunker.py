@@ -65,7 +65,7 @@ class Chunker:
         """Return where a sequence may be cut, or its length, so that its tokens from `begin` on take about so long."""
         length, multiple, time_us = self.problem.lengths[sequence], self.problem.token_multiple, max(0.0, time_us)
         if self.problem.spans and (spans := self.problem.spans[sequence]):
-            allowed, before_us = _cuts(length, spans, multiple, self.line, self.span_us)
+            allowed, before_us = cuts_of(length, spans, multiple, self.line, self.span_us)
             return int(allowed[np.abs(before_us - self.part_us(sequence, 0, begin) - time_us).argmin()])
         linear, pair_us = self.line.per_token_us + self.line.per_pair_us * (begin + 0.5), self.line.per_pair_us
         tokens = 2 * time_us / (linear + math.sqrt(linear * linear + 2 * pair_us * time_us))
@@ -84,14 +84,14 @@ class Chunker:
         """Return the last token up to `end` at which a sequence may be cut behind `begin`, or the next one if there is none."""
         length, multiple = self.problem.lengths[sequence], self.problem.token_multiple
         if self.problem.spans and (spans := self.problem.spans[sequence]):
-            allowed, _ = _cuts(length, spans, multiple, self.line, self.span_us)
+            allowed, _ = cuts_of(length, spans, multiple, self.line, self.span_us)
             first, after = (int(np.searchsorted(allowed, token, side="right")) for token in (begin, end))
             return int(allowed[max(first, after - 1)])
         return length if end >= length else min(length, max(end // multiple, begin // multiple + 1) * multiple)
 
 
 @lru_cache(maxsize=1024)
-def _cuts(length: int, spans: Spans, multiple: int, line: LinearTime, span_us: float) -> tuple[IntColumn, TimeColumn]:
+def cuts_of(length: int, spans: Spans, multiple: int, line: LinearTime, span_us: float) -> tuple[IntColumn, TimeColumn]:
     """Return the tokens at which a sequence with spans may be cut, or ends, and the times of the prefixes."""
     allowed = allowed_cuts(length, spans, multiple)
     work = np.cumsum([0.0, *(span.work for span in spans)])

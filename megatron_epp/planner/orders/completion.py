@@ -45,16 +45,10 @@ def completed(
         split_order, split_us = split(order, tables, offload, caps, enough_us)
         if not has_added(tables):
             return split_order, split_us
-    copies = timed(offload, tables)
-
-    def time_us(tried: Order) -> float:
-        return makespan_us(tried, tables, offload.recompute_steps, copies)
-
-    if not has_added(tables):
-        return order, time_us(order)
-    variants = (order,) if split_order is order else (split_order, order)
+    variants, copies = (order,) if split_order is order else (split_order, order), timed(offload, tables)
     tried = [with_added(variant, tables, offload.recompute_steps) for variant in variants]
-    return min(zip(tried, map(time_us, tried), strict=True), key=itemgetter(1))
+    times_us = [makespan_us(each, tables, offload.recompute_steps, copies) for each in tried]
+    return min(zip(tried, times_us, strict=True), key=itemgetter(1))
 
 
 def peaks(order: Order | Codes, tables: Tables, offload: Offload, played: Played | None = None) -> list[int]:

@@ -99,8 +99,7 @@ def _refused(error: Exception, parser: Parser) -> int:
 
 def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     """Return the parser of all commands, of which some, by their names, have their flags."""
-    short = {name: f"{purpose}: short for `{own} --{switch}`" for name, (own, switch, purpose) in NAMES.items()}
-    purposes = PURPOSES | short
+    purposes = PURPOSES | {name: f"{what}: short for `{own} --{switch}`" for name, (own, switch, what) in NAMES.items()}
     rows = {
         name: textwrap.fill(f"  {name:<10} {text}", help_width(), subsequent_indent=" " * 13) for name, text in purposes.items()
     }
@@ -116,14 +115,12 @@ def _parser(names: Iterable[str] = (*MODULES, *NAMES)) -> Parser:
     for name, purpose in purposes.items():
         added = subparsers.add_parser(name, description=f"{purpose[0].upper()}{purpose[1:]}.")
         if name in names:
-            module = importlib.import_module(MODULES[NAMES[name][0] if name in NAMES else name])
-            added.set_defaults(run=module.run)
+            own, *switch = NAMES.get(name, (name,))[:2]
+            module = importlib.import_module(MODULES[own])
             module.add_arguments(added)
             added.add_help_flags()
-            if name in NAMES:
-                added.set_defaults(**{NAMES[name][1]: True})
-            else:
-                added.epilog = module.EXAMPLE
+            added.set_defaults(run=module.run, **dict.fromkeys(switch, True))
+            added.epilog = None if switch else module.EXAMPLE
     version = f"{PROGRAM} {megatron_epp.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the version")
     parser.add_help_flags()

@@ -101,6 +101,15 @@ class Parser(SuggestingParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         self.error(f"this command knows no {self.named(unknown)}")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def unknown_flags(self) -> list[str]:
+        """Return the flags among the words that this parser does not know, not even shortened."""
+        flags = (word.partition("=")[0] for word in self.words if word.startswith("--") and word != "--")
+        return [flag for flag in flags if not any(known.startswith(flag) for known in self._option_string_actions)]
+
     def error(self, message: str) -> NoReturn:
         if message.startswith("the following arguments are required") and (unknown := self.unknown_flags()):
             self.refuse(unknown)
