@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_epp.contrib.papers import context_groups
-from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
-from megatron_epp.contrib.papers.flexsp import flexsp
-from megatron_epp.contrib.papers.group_costs import GroupCosts
+from megatron_epp.contrib.flexsp import context_groups
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups, Group
+from megatron_epp.contrib.flexsp.degrees import flexsp
+from megatron_epp.contrib.flexsp.group_costs import GroupCosts
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.proof import check

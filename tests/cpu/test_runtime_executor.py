@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups, Group
 from megatron_epp.features.offload.activations import ActivationOffload
 from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.host import HostMemory

@@ -17,8 +17,8 @@ from statistics import median
 
 import numpy as np
 
-from megatron_epp.contrib.papers.context_groups import groups_of
-from megatron_epp.contrib.papers.flexsp import flexsp
+from megatron_epp.contrib.flexsp.context_groups import groups_of
+from megatron_epp.contrib.flexsp.degrees import flexsp
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.cost.model import Costs
 from megatron_epp.plan import Plan

@@ -40,7 +40,6 @@ class ContextGroups:
     """
 
     field: ClassVar[str] = "context_groups"
-    lacks: ClassVar[str] = "groups of context-parallel ranks: it shares every chunk among all of them"
 
     num_ranks: int
     of_chunk: tuple[tuple[Group, ...], ...]
@@ -60,6 +59,11 @@ class ContextGroups:
             for own in value["of_chunk"]
         )
         return ContextGroups(whole(value["num_ranks"]), of_chunk, tuple(map(whole, value["rank_tokens"])))
+
+    def of_rank(self, chunk: int, rank: int) -> Group:
+        """Return the group of a context-parallel rank in a chunk, one of its own and without segments if it is in none."""
+        among = (group for group in self.of_chunk[chunk] if group.first <= rank < group.first + group.degree)
+        return next(among, Group(rank, 1, ()))
 
     def divided(self, chunk: int) -> Sequence[tuple[str, Sequence[int]]]:
         """Return the groups of a chunk by their ranks, each with the positions of its segments."""

@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
-from megatron_epp.contrib.papers.group_costs import GroupCosts, GroupedDecisions
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups, Group
+from megatron_epp.contrib.flexsp.group_costs import GroupCosts, GroupedDecisions
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import Chunk, PlanError, Remedy, Segment

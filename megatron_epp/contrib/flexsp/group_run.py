@@ -1,0 +1,81 @@
+"""A run by plans with groups of context-parallel ranks: process groups of every degree, and a rank's own part of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups, groups_of
+from megatron_epp.data.batch import ChunkArrays, GlobalBatch
+from megatron_epp.mcore.iteration.device_inputs import BatchInputs, RankInputs
+from megatron_epp.mcore.iteration.run_feature import RunFeature
+from megatron_epp.mcore.training.nccl_settings import reduce_once
+from megatron_epp.plan import Action, Chunk, Plan, Segment
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
+from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.context import ChunkLayout, Program, chunk_layouts
+
+if TYPE_CHECKING:
+    from megatron_epp.cost.model import PipelineCosts
+    from megatron_epp.mcore.iteration.base_run import Run
+
+
+class GroupRun(RunFeature):
+    """Groups of 1, 2, 4, ... context-parallel ranks in a run, each of the ranks that follow a multiple of its size."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, whole = run, mpu.get_context_parallel_group()
+        ranks, self._own = dist.get_process_group_ranks(whole), dist.get_rank(whole)
+        self._groups = {len(ranks): whole}
+        for power in range(1, len(ranks).bit_length() - 1):
+            first = self._own >> power << power
+            self._groups[1 << power] = run.groups.of(tuple(ranks[first : first + (1 << power)]))
+
+    def allocate(self) -> None:
+        reduce_once(self._groups.values(), self._run.device)
+
+    def settled(self, costs: PipelineCosts) -> None:
+        inputs = self._run.inputs
+        known = {own.name: getattr(inputs, own.name) for own in fields(inputs)} | {"context_parallel": NOT_SHARED}
+        shared = {degree: of_group(group) for degree, group in self._groups.items()} | {1: NOT_SHARED}
+        self._run.inputs = GroupInputs(**known, own_rank=self._own, shared=shared)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs(RankInputs):
+    """Reads and uploads this rank's part of chunks that groups share; `shared` are the schemes of its groups by degree."""
+
+    own_rank: int = 0  # among the context-parallel ranks
+    shared: Mapping[int, ContextParallel] = field(default_factory=dict)
+
+    def prepare(self, batch: GlobalBatch, actions: tuple[Action, ...]) -> BatchInputs:
+        assert batch.plan is not None
+        groups = groups_of(batch.plan.extensions)
+        assert groups is not None  # of every plan of this planner
+        layouts = tuple(self._layout(batch.plan, c, groups, layout) for c, layout in enumerate(chunk_layouts(batch.plan)))
+        arrays = (self._arrays(batch, layout) for layout in layouts)
+        inputs = self.upload(arrays, batch.lengths, [layout.table for layout in layouts])
+        return replace(inputs, program=Program(actions, layouts, inputs.upload))
+
+    def _layout(self, plan: Plan, chunk: int, groups: ContextGroups, whole: ChunkLayout) -> ChunkLayout:
+        """Return the layout of what this rank's group has of a chunk, with at least a row of padding where it has nothing."""
+        _, degree, held = groups.of_rank(chunk, self.own_rank)
+        own = Chunk(tuple(plan.chunks[chunk].segments[at] for at in held))
+        share = groups.num_ranks // degree
+        multiple = plan.token_multiple // share
+        table = SegmentTable.build(own, max(multiple, own.padded_tokens(multiple)))
+        return whole._replace(table=table, context_parallel=self.shared[degree], share=share)
+
+    def _arrays(self, batch: GlobalBatch, layout: ChunkLayout) -> ChunkArrays:
+        table, shared = layout.table, layout.context_parallel
+        assert shared is not None
+        segments = table.segments[: table.num_sequences]
+        arrays = batch.chunk_of(segments or (Segment(0, 0, 1),), table.num_tokens, self.depths)
+        if not segments:  # a token that does not count, since a batch has no arrays of no tokens
+            arrays = replace(arrays, loss_mask=torch.zeros_like(arrays.loss_mask))
+        return arrays.part(shared.shard(table.num_tokens))
