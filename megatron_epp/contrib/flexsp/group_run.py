@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
@@ -15,7 +14,7 @@ from megatron_epp.data.batch import ChunkArrays, GlobalBatch
 from megatron_epp.mcore.iteration.device_inputs import BatchInputs, RankInputs
 from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.training.nccl_settings import reduce_once
-from megatron_epp.plan import Action, Chunk, Plan, Segment
+from megatron_epp.plan import Action, Chunk, Plan
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkLayout, Program, chunk_layouts
@@ -63,19 +62,15 @@ class GroupInputs(RankInputs):
         return replace(inputs, program=Program(actions, layouts, inputs.upload))
 
     def _layout(self, plan: Plan, chunk: int, groups: ContextGroups, whole: ChunkLayout) -> ChunkLayout:
-        """Return the layout of what this rank's group has of a chunk, with at least a row of padding where it has nothing."""
+        """Return the layout of what this rank's group has of a chunk, which is padding where it has nothing."""
         _, degree, held = groups.of_rank(chunk, self.own_rank)
         own = Chunk(tuple(plan.chunks[chunk].segments[at] for at in held))
         share = groups.num_ranks // degree
-        multiple = plan.token_multiple // share
-        table = SegmentTable.build(own, max(multiple, own.padded_tokens(multiple)))
+        table = SegmentTable.build(own, own.padded_tokens(plan.token_multiple // share))
         return whole._replace(table=table, context_parallel=self.shared[degree], share=share)
 
     def _arrays(self, batch: GlobalBatch, layout: ChunkLayout) -> ChunkArrays:
         table, shared = layout.table, layout.context_parallel
         assert shared is not None
-        segments = table.segments[: table.num_sequences]
-        arrays = batch.chunk_of(segments or (Segment(0, 0, 1),), table.num_tokens, self.depths)
-        if not segments:  # a token that does not count, since a batch has no arrays of no tokens
-            arrays = replace(arrays, loss_mask=torch.zeros_like(arrays.loss_mask))
+        arrays = batch.chunk_of(table.segments[: table.num_sequences], table.num_tokens, self.depths)
         return arrays.part(shared.shard(table.num_tokens))
