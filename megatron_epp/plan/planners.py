@@ -57,6 +57,7 @@ class PlannerEntry:
     # What `planner.plan` runs; `plan` is for planners that start from these decisions
     plans: str = "megatron_epp.planner.other_planners:plan_by_name"
     lacks: str = ""  # why training does not run its plans; empty if it does
+    problems: str = ""  # from flags of a training to what does not go with it, ``module:function``; empty for nothing
 
     @property
     def planner(self) -> Planner:

@@ -89,6 +89,8 @@ class ContextGroups:
             if group.degree < 1 or group.first < 0 or group.first + group.degree > self.num_ranks:
                 yield f"{_name(group)} is not within the {self.num_ranks} context-parallel ranks"
                 continue
+            if group.degree & (group.degree - 1) or group.first % group.degree:
+                yield f"{_name(group)} is none that runs have: of 1, 2, 4, ... ranks, the first a multiple of their number"
             other = next((taken[rank] for rank in range(group.first, group.first + group.degree) if rank in taken), None)
             if other is not None:
                 yield f"{_name(group)} overlaps {_name(other)}, which runs at the same time"

@@ -9,25 +9,31 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from megatron.core import mpu
 
+from megatron_epp.contrib.flexsp import NAME
 from megatron_epp.contrib.flexsp.context_groups import ContextGroups, groups_of
 from megatron_epp.data.batch import ChunkArrays, GlobalBatch
 from megatron_epp.mcore.iteration.device_inputs import BatchInputs, RankInputs
 from megatron_epp.mcore.iteration.run_feature import RunFeature
 from megatron_epp.mcore.training.nccl_settings import reduce_once
-from megatron_epp.plan import Action, Chunk, Plan
+from megatron_epp.plan import Action, Chunk, EppError, Plan, Remedy
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel, of_group
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkLayout, Program, chunk_layouts
 
 if TYPE_CHECKING:
     from megatron_epp.cost.model import PipelineCosts
-    from megatron_epp.mcore.iteration.base_run import Run
+    from megatron_epp.mcore.iteration.sliced_run import SlicedRun
 
 
 class GroupRun(RunFeature):
-    """Groups of 1, 2, 4, ... context-parallel ranks in a run, each of the ranks that follow a multiple of its size."""
+    """Groups of 1, 2, 4, ... context-parallel ranks in a run, each of the ranks that follow a multiple of its size.
 
-    def __init__(self, run: Run) -> None:
+    Raises `EppError` where chunks are not the plan's own, or a loss of the user's reads the tokens of all ranks.
+    """
+
+    def __init__(self, run: SlicedRun) -> None:
+        if run.loss is not None or not run.makes_chunks:
+            raise EppError(f"{NAME} is for documents with Megatron's loss, in chunks that plans make: use greedy")
         self._run, whole = run, mpu.get_context_parallel_group()
         ranks, self._own = dist.get_process_group_ranks(whole), dist.get_rank(whole)
         self._groups = {len(ranks): whole}
@@ -39,10 +45,14 @@ class GroupRun(RunFeature):
         reduce_once(self._groups.values(), self._run.device)
 
     def settled(self, costs: PipelineCosts) -> None:
+        known, ranks = len(costs.context_exchange_us), max(self._groups)
+        if not known or 1 << (known - 1) != ranks:
+            remedy = Remedy("set", "costs", "analytic")
+            raise EppError(f"{NAME} needs to know what exchanges of groups of {ranks} context-parallel ranks take", remedy)
         inputs = self._run.inputs
-        known = {own.name: getattr(inputs, own.name) for own in fields(inputs)} | {"context_parallel": NOT_SHARED}
+        as_before = {own.name: getattr(inputs, own.name) for own in fields(inputs)} | {"context_parallel": NOT_SHARED}
         shared = {degree: of_group(group) for degree, group in self._groups.items()} | {1: NOT_SHARED}
-        self._run.inputs = GroupInputs(**known, own_rank=self._own, shared=shared)
+        self._run.inputs = GroupInputs(**as_before, own_rank=self._own, shared=shared)
 
 
 @dataclass(frozen=True, slots=True)
