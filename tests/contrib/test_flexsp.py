@@ -188,14 +188,14 @@ def check_trained(ranks: int, wanted: set[tuple[int, ...]], figures: Figures, fo
             assert 0 < measured <= planned
 
 
-def trained(cell: str, exchange_bytes: float, *wanted: tuple[int, ...], both: str = "", more: str = "", **how: Any) -> Row:
+def trained(cell: str, exchange_bytes: float, *wanted: tuple[int, ...], more: str = "", **how: Any) -> Row:
     ranks = cell_of(cell)
     sizes = {"tensor_model_parallel_size": ranks.tp, "context_parallel_size": ranks.cp, "sequence_parallel": ranks.sp}
     plan = f"--epp-planner flexsp --epp-costs {FOLDER}/costs.json {more} "
     plan += f"--epp-report-dir {FOLDER}/report --epp-trace 1 2 --epp-measure-memory"
     return Row(
-        name=f"{cell}, {', '.join(map(str, wanted))} {both}".strip(),
-        case=case(cell, plan, how.pop("model", "llama"), both=both, optimizer=how.pop("optimizer", "")),
+        name=f"{cell}, degrees {', '.join(map(str, wanted))}",
+        case=case(cell, plan, how.pop("model", "llama"), optimizer=how.pop("optimizer", "")),
         check=functools.partial(check_trained, ranks.cp, {*wanted}),
         prepare=functools.partial(write_costs, exchange_bytes, **sizes),
         **how,
@@ -205,9 +205,9 @@ def trained(cell: str, exchange_bytes: float, *wanted: tuple[int, ...], both: st
 ROWS = [
     trained("cp4", 2e8, (1,), (1, 2)),
     trained("cp2 pp2", 3e8, (1,), (2,), more="--epp-recompute 1", model="grouped"),
-    trained("cp2 pp2", 3e7, (1,), (0, 1), both="--mtp-num-layers 1"),
+    trained("cp2 pp2", 3e7, (1,), (0, 1), model="gpt2"),
     trained("tp2 sp cp2", 3e8, (1,), is_slow=True),
-    trained("cp2 dp2", 3e8, (1,), (2,), model="learned", optimizer=OPTIMIZERS["overlapped"], is_slow=True),
+    trained("cp2 dp2", 3e8, (1,), model="learned", optimizer=OPTIMIZERS["overlapped"], is_slow=True),
 ]
 
 
