@@ -156,5 +156,4 @@ A new one is a function and an entry: docs/your-own-schedule.md.
 
 def begins_with_greedy(name: str) -> bool:
     """Return True for "greedy", and for planners that improve its plans."""
-    entry = PLANNERS.entry(name)
-    return entry is not None and entry.begins_with_greedy
+    return bool(getattr(PLANNERS.entry(name), "begins_with_greedy", False))

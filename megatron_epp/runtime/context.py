@@ -55,7 +55,6 @@ class ChunkLayout(NamedTuple):
 
     @property
     def message_tokens(self) -> int:
-        """Tokens of a chunk with as many on this rank, all ranks of which share it."""
         return self.table.num_tokens * self.share
 
 
