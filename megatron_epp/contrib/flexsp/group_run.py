@@ -80,7 +80,6 @@ class GroupInputs(RankInputs):
         return whole._replace(table=table, context_parallel=self.shared[degree], share=share)
 
     def _arrays(self, batch: GlobalBatch, layout: ChunkLayout) -> ChunkArrays:
-        table, shared = layout.table, layout.context_parallel
-        assert shared is not None
+        table, shared = layout.table, layout.context_parallel or NOT_SHARED
         arrays = batch.chunk_of(table.segments[: table.num_sequences], table.num_tokens, self.depths)
         return arrays.part(shared.shard(table.num_tokens))

@@ -11,7 +11,7 @@ take the rate of messages. Ratios compare with greedy at the full degree, but fo
 - by chunk: greedy's slices at the full degree, and its chunks of whole sequences in groups where these are faster: chunks and
   order of the better of two searches, of which one knows no groups and the other takes such chunks to exchange nothing. No plan
   has that yet: times of steps are changed in plans that are simulated again.
-- 8 ranks: greedy at a degree inside of a node, with 2 or 4 times as many replicas, which divide the batch.
+- replicas: greedy at a lower degree, of 8 or more, with as many times more replicas, which divide the batch; the fastest.
 """
 
 from __future__ import annotations
@@ -87,23 +87,23 @@ class WithoutExchange(PipelineCosts):
         return np.where(work.sliced, times_us, times_us - passes * self.context_exchange_us[-1] * work.tokens)
 
 
-def by_chunk_us(made: Plan, planned_by: PipelineCosts, costs: PipelineCosts) -> float:
+def by_chunk_us(planned: Plan, planned_with: PipelineCosts, costs: PipelineCosts) -> float:
     """Return the makespan of a plan whose chunks of whole sequences run in groups where these are faster.
 
     Not of a plan whose fullest rank would then exceed its cap: it is infinite.
     """
-    grouped, stages = GroupCosts(costs), range(made.num_stages)
+    grouped, stages = GroupCosts(costs), range(planned.num_stages)
     slowest = max(stages, key=costs.num_layers.__getitem__)
     lines = {1 << power: grouped.line(slowest, 1 << power) for power in range(len(costs.context_exchange_us))}
-    work = work_of(made.chunks, made.lengths, made.token_multiple)
-    before, now = ([[of.forward_us(s, work), of.backward_us(s, work)] for s in stages] for of in (planned_by, costs))
+    work = work_of(planned.chunks, planned.lengths, planned.token_multiple)
+    before, now = ([[of.forward_us(s, work), of.backward_us(s, work)] for s in stages] for of in (planned_with, costs))
     fuller = dict[int, float]()
-    for c, whole in enumerate(made.chunks):
-        if whole.slice_of(made.lengths) is not None:
+    for c, whole in enumerate(planned.chunks):
+        if whole.slice_of(planned.lengths) is not None:
             continue
-        sequences = sorted((segment.sequence for segment in whole.segments), key=lambda q: -made.lengths[q])
+        sequences = sorted((segment.sequence for segment in whole.segments), key=lambda q: -planned.lengths[q])
         for fullest in FULLEST[:2]:
-            chunk, groups = divide_ranks(sequences, made.lengths, lines, fullest).chunk(made.lengths)
+            chunk, groups = divide_ranks(sequences, planned.lengths, lines, fullest).chunk(planned.lengths)
             tokens = max(group.rank_tokens(chunk) for group in groups)
             divided = ContextGroups(grouped.num_ranks, (groups,), (tokens,))
             times_us = [[column[0] for column in grouped.pass_us(s, divided, (chunk,))] for s in stages]
@@ -118,15 +118,22 @@ def by_chunk_us(made: Plan, planned_by: PipelineCosts, costs: PipelineCosts) -> 
         alloc, free = (int(fuller.get(c, 1.0) * num_bytes) for num_bytes in (step.alloc_bytes, step.free_bytes))
         return Step(step.action, step.time_us + now[s][column][c] - before[s][column][c], alloc, free)
 
-    played = simulate(replace(made, ranks=tuple(tuple(map(changed, row)) for row in made.ranks)))
-    fits = all(peak <= cap for peak, cap in zip(played.peak_bytes, made.cap_bytes, strict=True))
+    played = simulate(replace(planned, ranks=tuple(tuple(map(changed, row)) for row in planned.ranks)))
+    fits = all(peak <= cap for peak, cap in zip(played.peak_bytes, planned.cap_bytes, strict=True))
     return played.makespan_us if fits else math.inf
 
 
-def in_node_us(case: Case) -> float:
-    """Return the makespan of greedy at a degree inside of a node, with as many replicas more as ranks allow."""
-    costs, replicas = case.costs(NODE), case.context_parallel // NODE
-    groups = tuple((replica,) for replica in range(replicas))
+def replicas_us(case: Case) -> float:
+    """Return the makespan of greedy at the best degree below the case's that is a node or more, with replicas instead."""
+    least_us, degree = math.inf, case.context_parallel // 2
+    while degree >= NODE:
+        least_us = min(least_us, _divided_us(case, degree))
+        degree //= 2
+    return least_us
+
+
+def _divided_us(case: Case, degree: int) -> float:
+    costs, groups = case.costs(degree), tuple((replica,) for replica in range(case.context_parallel // degree))
     try:
         return max(divide(case.problem, costs, groups, lambda own: plan(own[0], costs).predicted.makespan_us).makespan_us)
     except InfeasibleError:
@@ -148,13 +155,13 @@ def row(args: Namespace, case: Case) -> Figures:
         "FlexSP": groups.predicted.makespan_us,
         "greedy": greedy.predicted.makespan_us,
         "by chunk": min(greedy.predicted.makespan_us, *(by_chunk_us(*own, costs) for own in searched)),
-        "8 ranks": in_node_us(case),
+        "replicas": replicas_us(case),
     }
     sizes = {"lengths": case.name, "context_parallel": case.context_parallel, "seed": case.seed}
     return sizes | {"makespans_us": times_us, "degrees": degrees}
 
 
-RATIOS = ("FlexSP", "one degree"), ("FlexSP", "greedy"), ("by chunk", "greedy"), ("8 ranks", "greedy")
+RATIOS = ("FlexSP", "one degree"), ("FlexSP", "greedy"), ("by chunk", "greedy"), ("replicas", "greedy")
 
 
 def text(args: Namespace, rows: Sequence[Figures]) -> str:
@@ -163,7 +170,7 @@ def text(args: Namespace, rows: Sequence[Figures]) -> str:
     for ranks, name in dict.fromkeys((row["context_parallel"], row["lengths"]) for row in rows):
         own = [row["makespans_us"] for row in rows if (row["context_parallel"], row["lengths"]) == (ranks, name)]
         ratios = (median(took_us[ours] / took_us[theirs] for took_us in own) for ours, theirs in RATIOS)
-        lines.append([ranks, name, *(f"{ratio:.3f}" for ratio in ratios)])
+        lines.append([ranks, name, *(f"{ratio:.3f}" if math.isfinite(ratio) else "-" for ratio in ratios)])
     return table(["ranks", "lengths like", *(f"{ours} / {theirs}" for ours, theirs in RATIOS)], lines)
 
 
