@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_epp.cost.kv_costs import CopyTime, KVBytes, KVOffloadCosts
 from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, Sizes, TimeColumn, work_of
-from megatron_epp.features.cascade.common_rows import Reads, common_rows
+from megatron_epp.features.cascade.common_rows import common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
 from megatron_epp.features.trees.state_cuts import Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment
@@ -89,24 +89,25 @@ class TreeWork(ChunkWork):
 
 def _states_of(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed]) -> tuple[IntColumn, IntColumn]:
     parts, others = cut_chunks(chunks, borrowed)
-    rows = [*zip_longest(*(_kept(own, others) for own in parts), fillvalue=(0, 0))]
+    last = {part.before: part for own in parts for part in own}
+    rows = [*zip_longest(*(_kept(own, others, last) for own in parts), fillvalue=(0, 0))]
     entered = np.array([sum(part.before is not None for part in own) for own in parts], dtype=np.int64)
     return np.array(rows, dtype=np.int64).reshape(-1, len(chunks), 2).transpose(2, 0, 1), entered
 
 
-def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, int]]:
+def _kept(parts: Sequence[Part], others: Counter[Cut], last: Mapping[Cut | None, Part]) -> Iterator[tuple[int, int]]:
     """Yield an entry of `TreeWork.states` for each state of a chunk.
 
-    Every part that begins with a state has a copy of its rows in front of its own. Of several chunks that begin with one some
-    may have run backward ahead of the others' forwards, so it is there with the sum of gradients. A sum of two or more is in
-    fp32, which takes twice the bytes of rows in half precision. A recurrence's state, which parts need not copy, is counted as
-    rows are: too high, by some hundredths of what their tokens keep in models of today's sizes.
+    Every part that begins with a state has a copy of its rows in front of its own. That of the `last` one of several chunks
+    takes the place of the state. Of these some may have run backward ahead of the others' forwards, so it is there with the sum
+    of gradients. A sum of two or more is in fp32, which takes twice the bytes of rows in half precision. A recurrence's state,
+    which parts need not copy, is counted as rows are: too high where several chunks begin with one.
     """
-    for tokens, before, behind in parts:
-        if before is not None:
-            yield tokens.start, 1
-        if behind is not None:
-            yield tokens.end, min(3, others[behind])
+    for part in parts:
+        if part.before is not None:
+            yield part.tokens.start, int(part is not last[part.before] or not others[part.before])
+        if part.behind is not None:
+            yield part.tokens.end, min(3, others[part.behind])
 
 
 def _host_costs(
@@ -129,16 +130,6 @@ def _host_costs(
     )
 
 
-def _placed(chunks: Sequence[Chunk], reads: Reads, sequences: Collection[int]) -> tuple[IntColumn, IntColumn]:
-    there = {part for parts in reads.values() for part, _ in parts if part.sequence in sequences}
-    rows = zip_longest(*([part.num_tokens if part in there else 0 for part in chunk.segments] for chunk in chunks), fillvalue=0)
-    read = []
-    for chunk in chunks:
-        others = {part for segment in chunk.segments for part, _ in reads[segment]}.difference(chunk.segments)
-        read.append(sum(part.num_tokens for part in others & there))
-    return np.array([*rows], dtype=np.int64), np.array(read, dtype=np.int64)
-
-
 def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:
     """Derive the work of every chunk; `facts` are the arguments of `cost.work.work_of` behind its chunks."""
     plain, reads = work_of(chunks, *facts), reads_of(chunks, batch.borrowed)
@@ -151,6 +142,13 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     nothing = Segment(-1, 0, 0)
     rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
+    holders = np.array([[segment.sequence for segment in row] for row in rows], dtype=np.int64)
+    is_read = np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64)
+    lent, read_by = segments * is_read, [[0] * len(chunks) for _ in batch.lengths]  # tokens that chunks read of a sequence
+    for c, chunk in enumerate(chunks):
+        for part in {part for segment in chunk.segments for part, _ in reads[segment]}.difference(chunk.segments):
+            read_by[part.sequence][c] += part.num_tokens
+    read = np.array(read_by, dtype=np.int64)
     segments[0] += padding
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
@@ -168,8 +166,8 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         states=cache(partial(_states_of, chunks, batch.borrowed)),
-        placed=partial(_placed, chunks, reads),
+        placed=lambda sequences: (lent * np.isin(holders, [*sequences]), read[[*sequences]].sum(axis=0)),
         offloaded=0 * segments,
-        is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
+        is_read=is_read,
         repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )
