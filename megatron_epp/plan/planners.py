@@ -57,6 +57,7 @@ class PlannerEntry:
     # What `planner.plan` runs; `plan` is for planners that start from these decisions
     plans: str = "megatron_epp.planner.other_planners:plan_by_name"
     lacks: str = ""  # why training does not run its plans; empty if it does
+    problems: str = ""  # from flags of a training to what does not go with it, ``module:function``; empty for nothing
 
     @property
     def planner(self) -> Planner:
@@ -155,5 +156,4 @@ A new one is a function and an entry: docs/your-own-schedule.md.
 
 def begins_with_greedy(name: str) -> bool:
     """Return True for "greedy", and for planners that improve its plans."""
-    entry = PLANNERS.entry(name)
-    return entry is not None and entry.begins_with_greedy
+    return bool(getattr(PLANNERS.entry(name), "begins_with_greedy", False))

@@ -57,7 +57,9 @@ SAMPLES = "--epp-samples a --epp-loss tests.support.mcore.own_losses"
 REFUSED = [
     # planning
     ("--epp-planner helixpipe", "--epp-planner helixpipe", "attention of a layer on another rank", "use --epp-planner greedy"),
-    ("--epp-planner flexsp", "--epp-planner flexsp", "groups of context-parallel ranks", "use --epp-planner greedy"),
+    (f"--epp-planner flexsp {CP} 6", "--epp-planner flexsp", "2, 4, 8, ... context-parallel ranks", f"{CP} is 6"),
+    (f"--epp-planner flexsp {CP} 4 --epp-costs learn", "--epp-planner flexsp", "--epp-costs learn", "use analytic"),
+    (f"--epp-planner flexsp {CP} 4 --num-experts 8", "--epp-planner flexsp", "go with --num-experts", "among all ranks"),
     ("--epp-offload --epp-planner 1f1b", "--epp-planner 1f1b", "--epp-offload", "--epp-planner greedy"),
     ("--epp-offload on --epp-recompute 1", "--epp-offload", "--epp-recompute 1", "leave it at auto"),
     ("--epp-offload --epp-planner mine:own --epp-recompute 1", "--epp-offload", "--epp-recompute 1", "leave it at auto"),

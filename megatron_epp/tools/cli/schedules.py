@@ -25,8 +25,8 @@ _COMPARE = "`megatron-epp compare --planner NAME` (several, or all) compares the
 
 
 def usual() -> list[str]:
-    """Return the planners that `compare` runs by default: they take the layout as it is, and their plans can run."""
-    return sorted(name for name, entry in PLANNERS.entries().items() if entry.fixed is None and not entry.lacks)
+    """Return the planners that `compare` runs by default: they take the layout as it is, and their plans run with any flags."""
+    return sorted(name for name, own in PLANNERS.entries().items() if own.fixed is None and not (own.lacks or own.problems))
 
 
 def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, batch: Lengths) -> Layout:

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
-from megatron_epp.contrib.papers.group_costs import GroupedDecisions
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups, Group
+from megatron_epp.contrib.flexsp.group_costs import GroupedDecisions
 from megatron_epp.cost.work import causal_pairs
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import Chunk, EppError, InfeasibleError, Segment
