@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
-from megatron_epp.contrib.exact.added import changes_of, rank_of
+from megatron_epp.contrib.exact.added import rank_of
 from megatron_epp.contrib.exact.program import Program
 from megatron_epp.plan import Action, Op, is_unlimited
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.plan.kv_offload import in_units
+from megatron_epp.plan.operations import operation
 
 MOST_LAYERS = 6
 """Sizes up to which a demand is written as one interval of fixed height for each."""
@@ -142,6 +144,21 @@ class Memory:
                 intervals.append(program.interval(demand.start, lasts, demand.end, present))
                 amounts.append(amount)
         model.add_cumulative(intervals, amounts, room // unit)
+
+
+def changes_of(program: Program) -> Iterator[tuple[int, int, list[tuple[Any, int]]]]:
+    """Yield rank, chunk, and the times and signed bytes of what added operations of a site hold, in the order of the table."""
+    added = program.tables.added
+    of_sites: dict[tuple[int, ...], list[Op]] = {}
+    for op in added:
+        of_sites.setdefault(tuple(operation(op).sites(program.tables.rank_of)), []).append(op)
+    for ranks, ops in of_sites.items():
+        for (site, rank), c in product(enumerate(ranks), range(len(program.chunks))):
+            changes: list[tuple[Any, int]] = []
+            for op in ops:
+                span = program.spans[Action(op, site, c)]
+                changes += [(span.start, added[op].takes[site][c]), (span.end, -added[op].gives[site][c])]
+            yield rank, c, changes
 
 
 def layers(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
-from megatron_epp.contrib.exact.added import add_actions, profile_of, rank_of
+from megatron_epp.contrib.exact.added import profile_of, rank_of
 from megatron_epp.contrib.exact.choices import Choice, Clock
 from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import Action, Chunk, Op, PlanError, Remedy
 from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.plan.operations import Collective, Of, needs_of, operation
+from megatron_epp.plan.relations import resolve
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.tables import Tables
 
@@ -62,7 +64,7 @@ class Program:
                 self._add_compute(stage, c)
                 self._add_copies(stage, c)
         self._add_chains()
-        add_actions(self)
+        self._add_added()
         self._add_tracks()
         for leg in legs(self.tables.rank_of):
             self._add_turns(leg)
@@ -185,6 +187,39 @@ class Program:
                 for previous in links.previous[c]:
                     self.follows(own[Op.F], Action(Op.F, stage, previous))
                     self.follows(Action(Op.B, stage, previous), own[Op.B])
+
+    def _add_added(self) -> None:
+        """Add the added operations' actions, what they wait for and what waits for them, and one order of their collectives.
+
+        A collective is launched by all ranks in one order, so the actions whose results it carries have one order on all sites.
+        """
+        added, chunks = self.tables.added, range(len(self.chunks))
+        carried = {need.op for op in added for need in needs_of(op) if isinstance(need.carries, Collective)}
+        for op, rows in added.items():
+            for site, times_us in enumerate(rows.time_us):
+                for c in chunks:
+                    self.add_span(Action(op, site, c), [self.clock.ticks(times_us[c])])
+        for op in (Op.F, Op.B, *added):
+            for site in range(len(operation(op).sites(self.tables.rank_of))):
+                self._add_needs(op, site)
+        for op, rows in added.items():
+            sites = range(len(rows.time_us))
+            for u, v in combinations(chunks, 2) if len(sites) > 1 and op in carried else ():
+                self.add_turn([(Action(op, site, u), Action(op, site, v)) for site in sites])
+
+    def _add_needs(self, op: Op, site: int) -> None:
+        """Add what the actions of a site wait for, where they or those are of an added operation.
+
+        Args:
+            op, site: the operation that waits, and where.
+        """
+        tables = self.tables
+        for other in resolve(op, site, tables.rank_of):
+            if other.need.chunk is not Of.SAME or not {op, other.op} & set(tables.added):
+                continue
+            carried_us = tables.transfer_us(other.need.carries, min(site, other.site))
+            for c in range(len(self.chunks)):
+                self.follows(Action(op, site, c), Action(other.op, other.site, c), self.clock.ticks(carried_us[c]))
 
     def _add_tracks(self) -> None:
         """Add that ranks compute one action at a time, copy one at a time, and take turns on a link to the host."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from megatron_epp.cost.blocks import HEAD, LAYER, PREDICTION
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
@@ -13,8 +13,16 @@ from megatron_epp.cost.output_layer import ShardBytes
 from megatron_epp.plan.sizing import FP32_BYTES
 from megatron_epp.tools.formulas.model_shape import ModelShape
 
-if TYPE_CHECKING:
-    from megatron_epp.tools.formulas.profile import Profile
+
+class MoreBytes(Protocol):
+    """Bytes per token that are held besides what a layer keeps, as a `Profile` or a `ModelShape` has them."""
+
+    @property
+    def exchange_bytes_per_token(self) -> float: ...
+    @property
+    def uncast_bytes_per_token(self) -> float: ...
+    @property
+    def least_working_bytes_per_token(self) -> float: ...
 
 
 def on_device(
@@ -22,7 +30,7 @@ def on_device(
     fragmentation_share: float | None = None,
     *,
     buffers: Sequence[int] | None = None,
-    held: Profile | ModelShape | None = None,
+    held: MoreBytes | None = None,
 ) -> PipelineCosts:
     """Add the device memory that is used in addition to the tensors that autograd keeps, which the costs have.
 
