@@ -132,6 +132,13 @@ FEATURES = (
         finish="megatron_epp.contrib.overlap.pairing:finish",
     ),
     Feature(
+        "attention on other ranks",
+        "0.84 of the time of 1F1B with whole sequences of 128K, by formula: docs/schedules.md, HelixPipe",
+        wanted=lambda asked: getattr(asked.args, "epp_planner", None) == "helixpipe",
+        adopt="megatron_epp.contrib.helix.cut_layers:cut_layer",
+        run="megatron_epp.contrib.helix.separate_attention:SeparateAttention",
+    ),
+    Feature(
         "exchange buffers",
         "models with experts that exchange tokens by DeepEP or HybridEP",
         wanted=lambda asked: getattr(asked.args, "moe_token_dispatcher_type", None) == "flex",

@@ -12,6 +12,7 @@ from megatron_epp.plan.problem import Options, Problem
 
 if TYPE_CHECKING:
     from megatron_epp.plan.layout import Layout
+    from megatron_epp.plan.placement import Placement
 
 Planner = Callable[[Problem, Any, Options], Any]
 """Function that plans a batch, given its costs (`cost.Costs`); returns `planner.Decisions`."""
@@ -56,6 +57,8 @@ class PlannerEntry:
     joins: bool = False  # its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`
     # What `planner.plan` runs; `plan` is for planners that start from these decisions
     plans: str = "megatron_epp.planner.other_planners:plan_by_name"
+    # From ranks and stages of each to the placement of its schedule, where that is none of Megatron's layouts
+    placement: Callable[[int, int], Placement] | None = None
     lacks: str = ""  # why training does not run its plans; empty if it does
 
     @property

@@ -63,7 +63,7 @@ class Executor:
         self.watchdog, self.out_of_memory = watchdog, out_of_memory
         self._handlers = {**HANDLERS, **(handlers or {})}
         self._refuse_what_cannot_run(program.actions)
-        self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
+        self._actions, self.layouts, self._upload = program.actions, program.layouts, program.upload
         # A mark is an event on the device for each action: only a watchdog reads them.
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         # Of a stage's actions the last in launch order stays: a backward is ahead of its own weight gradient.
@@ -151,12 +151,12 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
-        hidden = self._message(action, Op.RECV_F) if stage > 0 else None
+        hidden = self.message(action, Op.RECV_F) if stage > 0 else None
         no_graph = not self.differentiates(stage)
         if hidden is not None and not no_graph:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
-        (table, view, group, begun, cache), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
+        (table, view, group, begun, cache), recompute = self.layouts[chunk], self.plan.recompute[stage][chunk]
         kv_cache = self.stages[stage].kv_cache
         if cache is not type(kv_cache):
             kv_cache = kv_cache.of_kind(cache)
@@ -179,7 +179,7 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         _, stage, chunk = action
-        grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
+        grad = self.message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
         context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
         self.announce_last_gradient(action)  # ahead of the backward, in which hooks on the parameters' gradients run
@@ -231,7 +231,7 @@ class Executor:
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
 
-    def _message(self, action: Action, receive: Op) -> Tensor:
+    def message(self, action: Action, receive: Op) -> Tensor:
         """Return the message an action receives, from another rank or from this one. It is kept until the action is done."""
         key = action._replace(op=receive)
         if key in self._received:

@@ -12,10 +12,13 @@ import numpy as np
 from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
 from megatron_epp.cost.blocks import HEAD, LAYER, UNKNOWN_BYTES, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
+from megatron_epp.cost.memory import NO_STATIC
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import OperationRows
+from megatron_epp.port.run_facts import CostsFile, RunFacts
+from megatron_epp.tools.formulas.of_run import profile_for_search
 from megatron_epp.tools.formulas.profile import Profile, block_of, mlp_of
 
 ATTENTION, MLP = "attention", "mlp"
@@ -75,6 +78,16 @@ def cut_at_attention(costs: PipelineCosts, profile: Profile) -> PipelineCosts:
     first = replace(first, blocks=(*first.blocks, block_of(ATTENTION, profile.attention, **more)))
     last = replace(last, blocks=(received, mlp, replace(layer, count=0), *head))
     return replace(costs, stages=(first, *stages, last))
+
+
+def costs_of_run(facts: RunFacts, file: CostsFile | None, whole: PipelineCosts) -> SeparateAttentionCosts:
+    """Return the costs of a run's stages, given those of stages of a whole layer each, with one stage more on the first rank.
+
+    That stage's weights are the first one's.
+    """
+    first, *stages, last = whole.stages
+    stages = [first.changed(LAYER, count=0), *stages, replace(last, static=NO_STATIC)]
+    return with_separate_attention(cut_at_attention(replace(whole, stages=tuple(stages)), profile_for_search(facts, file)))
 
 
 def with_separate_attention(costs: PipelineCosts, *, last_in_backward: bool = True) -> SeparateAttentionCosts:

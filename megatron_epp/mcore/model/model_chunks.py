@@ -132,8 +132,8 @@ def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[
 def ends(args: argparse.Namespace, vp_stage: int | None) -> dict[str, bool]:
     """Return `pre_process` and `post_process` of a chunk of this rank: True for the model's first and its last stage."""
     placement = placement_of(args)
-    stage = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
-    return {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1}
+    own = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0 :: placement.num_chunks]
+    return {"pre_process": 0 in own, "post_process": placement.num_stages - 1 in own}
 
 
 _first_stage: weakref.ref[Any] | None = None

@@ -106,7 +106,8 @@ def _stages_of(run: SlicedRun, models: Sequence[torch.nn.Module], config: Any) -
     head = HeadSettings(MegatronStage)
     for change in targets(run.asked, "head"):
         change(run, models, head)
-    last = run.placement.num_stages - 1
+    last, numbers = run.placement.num_stages - 1, run.placement.stages(run.rank)
+    models = (*models, *models[: len(numbers) - len(models)])  # one stage more is on the first chunk again
     return {
         stage: (head.make if stage == last else MegatronStage)(
             model,
@@ -118,7 +119,7 @@ def _stages_of(run: SlicedRun, models: Sequence[torch.nn.Module], config: Any) -
             block_loss=block_loss(run.args, language_model_of(model), head.asked) if head.has_head and stage == last else None,
             own_inputs=run.own_inputs if stage == 0 else None,
         )
-        for stage, model in zip(run.placement.stages(run.rank), models, strict=True)
+        for stage, model in zip(numbers, models, strict=True)
     }
 
 
