@@ -57,8 +57,8 @@ class PlannerEntry:
     joins: bool = False  # its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`
     # What `planner.plan` runs; `plan` is for planners that start from these decisions
     plans: str = "megatron_epp.planner.other_planners:plan_by_name"
-    # From ranks and stages of each to the placement of its schedule, where that is none of Megatron's layouts
-    placement: Callable[[int, int], Placement] | None = None
+    placement: Callable[[int, int], Placement] | None = None  # from ranks and stages of each, where Megatron has none such
+    refuses: str = ""  # ``module:function`` from parsed flags to why training does not run its plans with them
     lacks: str = ""  # why training does not run its plans; empty if it does
 
     @property

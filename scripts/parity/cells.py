@@ -131,7 +131,11 @@ class Case:
     @property
     def loads(self) -> bool:
         """Stock places stages elsewhere, and so would begin with other weights: it saves them for the run with plans."""
-        return self.alone or self.cell.placement != self.stock.placement or "--epp-layout" in self.plan
+        return (
+            self.alone
+            or self.cell.placement != self.stock.placement
+            or any(given in self.plan for given in ("--epp-layout", "helixpipe"))
+        )
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:
         own = shlex.split(f"{MODELS[self.model]} {self.both}")

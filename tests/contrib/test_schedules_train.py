@@ -15,10 +15,11 @@ from tests.support.mcore.matrix import FOLDER, Matrix, Row, case, parameters
 from tests.support.mcore.parity_figures import Figures
 from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
 
-BY_DEFAULT = ("zb-h2", "stp", "sppo", "infinipipe")
+BY_DEFAULT = ("zb-h2", "stp", "sppo", "infinipipe", "helixpipe")
 """One of each kind: with separate weight gradients, in a V with steps of two actions, which take turns at the exchanges of
-tensor parallelism, with copies of its own, and with its own rules for chunks. The others are slow."""
-WHOLE = ("1f1b-padded", "1f1b-packed")
+tensor parallelism, with copies of its own, with its own rules for chunks, and with attention on other ranks. The others are
+slow."""
+WHOLE = ("1f1b-padded", "1f1b-packed", "helixpipe")
 """Planners that cut no sequence."""
 OF_ONE_SIZE = ("seq1f1b", "chunkflow")
 """Planners whose chunks have one size, which is given here: of their own choice it is the longest of these short documents."""
@@ -31,7 +32,7 @@ def case_of(name: str) -> Case:
         cell += f" {schedule.fixed.kind}{count}"
     cell += " split" * schedule.splits_weight
     offload = " --epp-offload" if schedule.offloads else ""
-    cut = "--epp-chunk-tokens 16" if name in OF_ONE_SIZE else "--epp-slices 3"
+    cut = "--epp-chunk-tokens 16" if name in OF_ONE_SIZE else "--epp-slices 1" if name in WHOLE else "--epp-slices 3"
     return case(cell, f"{cut} --epp-planner {name}{offload}")
 
 

@@ -18,7 +18,6 @@ from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import OperationRows
 from megatron_epp.port.run_facts import CostsFile, RunFacts
-from megatron_epp.tools.formulas.of_run import profile_for_search
 from megatron_epp.tools.formulas.profile import Profile, block_of, mlp_of
 
 ATTENTION, MLP = "attention", "mlp"
@@ -83,11 +82,17 @@ def cut_at_attention(costs: PipelineCosts, profile: Profile) -> PipelineCosts:
 def costs_of_run(facts: RunFacts, file: CostsFile | None, whole: PipelineCosts) -> SeparateAttentionCosts:
     """Return the costs of a run's stages, given those of stages of a whole layer each, with one stage more on the first rank.
 
-    That stage's weights are the first one's.
+    That stage's weights are the first one's, and its MLP keeps what a layer does not keep that runs its MLP again.
     """
+    from megatron_epp.tools.formulas.of_run import profile_for_search  # which only the planning process needs
+
     first, *stages, last = whole.stages
     stages = [first.changed(LAYER, count=0), *stages, replace(last, static=NO_STATIC)]
-    return with_separate_attention(cut_at_attention(replace(whole, stages=tuple(stages)), profile_for_search(facts, file)))
+    costs = cut_at_attention(replace(whole, stages=tuple(stages)), profile_for_search(facts, file))
+    *stages, cut = costs.stages
+    if (mlp := last.layers.recompute.get("mlp")) is not None:
+        cut = cut.changed(MLP, bytes_per_token=last.layers.bytes_per_token - mlp.bytes_per_token)
+    return with_separate_attention(replace(costs, stages=(*stages, cut)))
 
 
 def with_separate_attention(costs: PipelineCosts, *, last_in_backward: bool = True) -> SeparateAttentionCosts:

@@ -106,6 +106,7 @@ def cut_layer(model: Any, args: argparse.Namespace, vp_stage: int | None) -> Non
         )
     (layer,) = model.decoder.layers
     layer.cut_layer = CutLayer(layer)
+    layer.number_of = lambda name: (layer.layer_number - 1 - name.startswith(_ENDS)) % layer.config.num_layers
 
 
 def end_where_cut(stage: MegatronStage) -> None:

@@ -163,6 +163,8 @@ def planned_only(args: Namespace, _: Door) -> Iterator[str]:
     planner = args.epp_planner
     if (entry := PLANNERS.entry(planner)) is not None and entry.lacks:
         yield f"--epp-planner {planner} is planned, not run: training lacks {entry.lacks}; use --epp-planner greedy"
+    if entry is not None and entry.refuses:
+        yield from resolve_name(entry.refuses)(args)
 
 
 def overlapped(args: Namespace, _: Door) -> Iterator[str]:

@@ -19,7 +19,7 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
     part of a weight has its rows behind the name.
     """
     for chunk in model:
-        numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
+        layers = get_attr_wrapped_model(chunk, "decoder").layers
         for name, parameter in chunk.named_parameters():
             shard: Any = getattr(unwrap_model(chunk), "output_layer", None)
             rows: Any = getattr(shard, "vocabulary", None)
@@ -27,7 +27,13 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
             if getattr(parameter, "shared", False) or (is_part and rows.is_tied):
                 name = name.replace("output_layer", "embedding.word_embeddings")
             name += f"[{rows.own.start}:{rows.own.stop}]" if is_part else ""
-            yield re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(numbers[int(m[0])]), name), parameter  # noqa: B023
+            yield re.sub(r"(?<=decoder\.layers\.)(\d+)\.(.*)", lambda m: _numbered(layers[int(m[1])], m[2]), name), parameter  # noqa: B023
+
+
+def _numbered(layer: Any, name: str) -> str:
+    """Return a name in a layer behind the layer's number; the end of a layer that is cut is the one's before."""
+    number_of = getattr(layer, "number_of", lambda name: layer.layer_number - 1)
+    return f"{number_of(name)}.{name}"
 
 
 def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
