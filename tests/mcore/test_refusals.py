@@ -54,9 +54,14 @@ TOKENS, STREAM = "--epp-batch-tokens 64", "--epp-documents stream"
 COUNTING_SAMPLES = ("--lr-decay-samples", "--lr-warmup-samples", "--override-ckpt-iteration")
 PARTING = ("--reset-position-ids", "--reset-attention-mask", "--dataloader-inter-document-masking")
 SAMPLES = "--epp-samples a --epp-loss tests.support.mcore.own_losses"
+HELIX = "--epp-planner helixpipe"
 REFUSED = [
     # planning
-    ("--epp-planner helixpipe", "--epp-planner helixpipe", "attention of a layer on another rank", "use --epp-planner greedy"),
+    (HELIX, "--epp-planner helixpipe needs two ranks or more", "--num-layers 8 is on 1"),
+    (f"{HELIX} {PP} 2", "has a layer on each stage", f"add {PER_RANK} 4"),
+    (f"{HELIX} {PP} 2 {PER_RANK} 4 --num-experts 4", "--epp-planner helixpipe does not go with --num-experts 4", "leave one"),
+    (f"{HELIX} {PP} 8 --epp-costs learn", "--epp-planner helixpipe does not go with --epp-costs learn"),
+    (f"{HELIX} {PP} 8 --epp-offload", "--epp-planner helixpipe", "--epp-offload", "--epp-planner greedy"),
     ("--epp-planner flexsp", "--epp-planner flexsp", "groups of context-parallel ranks", "use --epp-planner greedy"),
     ("--epp-offload --epp-planner 1f1b", "--epp-planner 1f1b", "--epp-offload", "--epp-planner greedy"),
     ("--epp-offload on --epp-recompute 1", "--epp-offload", "--epp-recompute 1", "leave it at auto"),
@@ -140,7 +145,7 @@ TAKEN = [
     f"{PP} 2 {PER_RANK} 2 --epp-placement looped", f"{PP} 2 {PER_RANK} 2 --epp-placement v",
     f"{PP} 2 {PER_RANK} 2 --epp-schedule stock", f"{CP} 3", f"{TP} 2 {CP} 8 --cp-comm-type p2p",
     f"{TP} 8 {CP} 2 --cp-comm-type a2a", f"--mtp-num-layers 1 {PP} 2 --save somewhere --untie-embeddings-and-output-weights",
-    f"{PATTERN} *-|*-", f"{TOKENS} --lr-warmup-samples 0", CAPACITY, STREAM,
+    f"{HELIX} {PP} 2 {PER_RANK} 4", f"{HELIX} {PP} 8", f"{PATTERN} *-|*-", f"{TOKENS} --lr-warmup-samples 0", CAPACITY, STREAM,
     f"{SAMPLES}:dapo --num-experts 4 --moe-aux-loss-coeff 0.01",
 ]  # fmt: skip
 
