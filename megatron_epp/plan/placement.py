@@ -11,21 +11,21 @@ class Placement:
     """Placement of stages on ranks, equally many on each. A rank's chunks are in the order of their stages.
 
     ``looped`` goes round the ranks again and again, as Megatron's interleaved pipelines do; ``v`` turns round at either end, so
-    that neighbouring stages there share a rank.
+    that neighbouring stages there share a rank. ``ring`` is looped with one stage more, on the first chunk of the first rank.
     """
 
-    kind: Literal["looped", "v"]
+    kind: Literal["looped", "v", "ring"]
     num_ranks: int
     num_chunks: int
 
     @property
     def num_stages(self) -> int:
-        return self.num_ranks * self.num_chunks
+        return self.num_ranks * self.num_chunks + (self.kind == "ring")
 
     @property
     def is_looped(self) -> bool:
         """True if every chunk is the stage that Megatron assumes."""
-        return self.kind == "looped" or self.num_chunks == 1
+        return self.kind != "v" or self.num_chunks == 1
 
     @property
     def rank_of(self) -> tuple[int, ...]:

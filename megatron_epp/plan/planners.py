@@ -12,7 +12,6 @@ from megatron_epp.plan.problem import Options, Problem
 
 if TYPE_CHECKING:
     from megatron_epp.plan.layout import Layout
-    from megatron_epp.plan.placement import Placement
 
 Planner = Callable[[Problem, Any, Options], Any]
 """Function that plans a batch, given its costs (`cost.Costs`); returns `planner.Decisions`."""
@@ -57,7 +56,7 @@ class PlannerEntry:
     joins: bool = False  # its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`
     # What `planner.plan` runs; `plan` is for planners that start from these decisions
     plans: str = "megatron_epp.planner.other_planners:plan_by_name"
-    placement: Callable[[int, int], Placement] | None = None  # from ranks and stages of each, where Megatron has none such
+    placement: str = "looped"  # of its stages, where no flag says another
     refuses: str = ""  # ``module:function`` from parsed flags to why training does not run its plans with them
     lacks: str = ""  # why training does not run its plans; empty if it does
 

@@ -134,7 +134,7 @@ class Case:
         return (
             self.alone
             or self.cell.placement != self.stock.placement
-            or any(given in self.plan for given in ("--epp-layout", "helixpipe"))
+            or any(flag in self.plan for flag in ("--epp-layout", "helixpipe"))
         )
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ def trained(folder: Path, ranks: int, model: str, layers: int, more: str) -> lis
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_keep_no_more_than_their_plans_say_nor_less_by_a_fifth(name: str, tmp_path: Path) -> None:
-    """Outputs of attention count twice, also where the rank that attends has the next stage, and the last block's room always."""
+    """Plans count an attention's output twice, also where one rank attends and has the next stage."""
     ranks, *given = CASES[name]
     lines = [line for own in trained(tmp_path, ranks, *given) for line in own]
     ratios = [line["measured"] / line["planned"] for line in lines]

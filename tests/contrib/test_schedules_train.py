@@ -9,7 +9,7 @@ import pytest
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.tools.formulas import CPU, analytic_profile
 from megatron_epp.tools.formulas.library import shape_of
-from scripts.parity.cells import Case
+from scripts.parity.cells import OPTIMIZERS, Case
 from scripts.parity.compare import BATCH
 from tests.support.mcore.matrix import FOLDER, Matrix, Row, case, parameters
 from tests.support.mcore.parity_figures import Figures
@@ -73,8 +73,36 @@ OVERLAPPED = Row(
     batch=BATCH,
     prepare=write_slow_exchanges,
 )
+_HELIX = "--epp-planner helixpipe --epp-slices 1"
+HELIX = {
+    "four ranks, tied, all recompute": case("pp4", f"{_HELIX} --epp-recompute 1", "gpt2"),
+    "tensor and sequence parallel, some recompute": case(
+        "tp2 sp pp2 looped2", f"{_HELIX} --epp-memory-cap-gb 0.0005", "grouped"
+    ),
+    "context parallel": case("cp2 pp2 looped2", _HELIX),
+    "replicas": case("dp2 pp2 looped2", _HELIX, "learned", optimizer=OPTIMIZERS["overlapped"]),
+}
+"""The first is in the default set."""
+
+
+def check_helix(name: str, figures: Figures, folder: Path) -> None:
+    check_schedule("helixpipe", figures, folder)
+    modes = set().union(*(plan["modes"] for plan in plans_of(figures)))
+    assert modes == ({"full"} if "all recompute" in name else {"mlp"} if "some recompute" in name else set())
+
+
 ROWS = [
     OVERLAPPED,
+    *(
+        Row(
+            name=f"helixpipe: {name}",
+            case=own,
+            check=functools.partial(check_helix, name),
+            batch=BATCH,
+            is_slow=number > 0,
+        )
+        for number, (name, own) in enumerate(HELIX.items())
+    ),
     *(
         Row(
             name=name,

@@ -29,11 +29,14 @@ Message = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 def attention_links(links: Links, new_group: Callable[[], ProcessGroup]) -> tuple[Links, Links]:
     """Return the communicators of attention's inputs, and of its results, with those of their gradients. A collective call."""
-    names = "activations", "gradients", "activations_down", "gradients_up"
     used = directions(*permutations(range(len(links.ranks)), 2))
-    own = ({name: new_group() for name in names} for _ in range(2))
-    inputs, results = (replace(links, **groups, directions=used, _in_flight={}, _rings={}) for groups in own)
-    return inputs, results
+
+    def own() -> Links:
+        up, down, of_gradients, of_gradients_up = (new_group() for _ in range(4))
+        groups = replace(links, activations=up, activations_down=down, gradients=of_gradients, gradients_up=of_gradients_up)
+        return replace(groups, directions=used, _in_flight={}, _rings={})
+
+    return own(), own()
 
 
 class AttentionMessages:
@@ -74,7 +77,7 @@ class AttentionMessages:
 
     def _send(self, kind: MessageKind, offset: int, run: Executor, action: Action) -> None:
         key = kind, action.stage - offset, action.chunk
-        self._of(kind).send(self._there.pop(key), self.ranks(*key)[1], kind in _GRADIENTS)
+        self._of(kind).send(self.take(*key), self.ranks(*key)[1], kind in _GRADIENTS)
 
     def _receive(self, kind: MessageKind, offset: int, run: Executor, action: Action) -> None:
         key = kind, action.stage - offset, action.chunk

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,15 +65,15 @@ class CutLayer:
             with having(self, _collects=True):
                 inputs, _ = layer.self_attention(layer.input_layernorm(hidden_states), **of_attention)
             cut.inputs = inputs.detach()
-            hidden_states = _Beginning.apply(hidden_states, inputs, cut)
+            hidden_states = _Beginning.apply(hidden_states, inputs, cut)  # type: ignore[no-untyped-call]
         return hidden_states, None
 
-    def _attention(self, query: Tensor, cached: tuple[Tensor, ...], *options: Any, **more: Any) -> Tensor:
+    def _attention(self, query: Tensor, cached: tuple[Tensor, ...], *options: Any, **more: Any) -> Any:
         if not self._collects:
             return self._attend(query, cached, *options, **more)
-        return torch.cat([each.flatten(1) for each in (query, *cached)], dim=1)
+        return torch.cat([part.flatten(1) for part in (query, *cached)], dim=1)
 
-    def _projection(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _projection(self, output: Tensor) -> Any:
         return (output, None) if self._collects else self._project(output)
 
 
@@ -100,11 +100,9 @@ def _under_own_layers(original: Callable[..., Any], prefix: str = "", offsets: A
 
 def cut_layer(model: Any, args: argparse.Namespace, vp_stage: int | None) -> None:
     """Cut the layer of a model chunk. Raises `EppError` for a chunk with another number of layers."""
-    if len(model.decoder.layers) != 1:
-        raise EppError(
-            f"a stage with separate attention has one layer, and chunk {vp_stage or 0} has {len(model.decoder.layers)}"
-        )
-    (layer,) = model.decoder.layers
+    layer, *more = model.decoder.layers
+    if more:
+        raise EppError(f"a stage with separate attention has one layer, and chunk {vp_stage or 0} has {1 + len(more)}")
     layer.cut_layer = CutLayer(layer)
     layer.number_of = lambda name: (layer.layer_number - 1 - name.startswith(_ENDS)) % layer.config.num_layers
 
@@ -114,10 +112,9 @@ def end_where_cut(stage: MegatronStage) -> None:
     run, model, block = stage.forward, stage.language_model, stage.decoder
 
     def forward(context: ChunkContext, hidden: Tensor | None) -> Tensor:
-        parts: tuple[AbstractContextManager[None], ...] = having(stage, _rows=lambda _: nullcontext(hidden)), nullcontext()
-        if stage.is_first:
-            parts = having(model, post_process=False), having(block, post_process=False, final_layernorm=None)
-        with parts[0], parts[1]:
+        is_first = stage.is_first
+        end = having(model, post_process=False) if is_first else having(stage, _rows=lambda _: nullcontext(hidden))
+        with end, having(block, final_layernorm=None if is_first else block.final_layernorm):
             return run(context, hidden)
 
     stage.forward = forward  # type: ignore[method-assign]

@@ -54,7 +54,8 @@ class SeparateAttention(RunFeature):
 
     def costs(self, prior: PipelineCosts) -> PipelineCosts:
         run, ask = self._run, "megatron_epp.contrib.helix.costs:costs_of_run"
-        return made_by_first(lambda: run.ask(ask, run_facts(run.args, run.ask), costs_file(run.args), prior))
+        costs: PipelineCosts = made_by_first(lambda: run.ask(ask, run_facts(run.args, run.ask), costs_file(run.args), prior))
+        return costs
 
     @contextmanager
     def running(
@@ -109,7 +110,7 @@ class SeparateAttention(RunFeature):
         context = ChunkContext(chunk, run.layouts[chunk].table, next(iter(run.stages.values())).kv_cache)
         with run.recorder.action(action), torch.set_grad_enabled(self._trains):
             inputs = leaf.enter(inputs) if self._trains else inputs
-            parts = (part.unflatten(-1, (-1, self._channels)) for part in inputs.split(self._widths, -1))
+            parts = (torch.unflatten(part, -1, (-1, self._channels)) for part in torch.split(inputs, self._widths, -1))
             output = self._core(*parts, packed_seq_params=ChunkParams(context))
         self._between.put(RESULT, site, chunk, output.detach())
         if self._trains:

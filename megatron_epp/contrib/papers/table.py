@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_epp.contrib.helix.helixpipe import HelixOrder, HelixPlacement, helixpipe
+from megatron_epp.contrib.helix.helixpipe import HelixOrder, helixpipe
 from megatron_epp.contrib.papers.breadth_first import breadth_first
 from megatron_epp.contrib.papers.chronos import chronos, longest_lived_first
 from megatron_epp.contrib.papers.chunkflow import chunkflow
@@ -67,7 +67,7 @@ PLANNERS: dict[str, PlannerEntry] = {
         "attention of several microbatches on all ranks at once",
         "2507.00394",
         has_own_size=True,
-        placement=partial(HelixPlacement, "looped"),
+        placement="ring",
         refuses="megatron_epp.contrib.helix:problems",
     ),
     "chronos": _order(

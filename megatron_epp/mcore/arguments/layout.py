@@ -6,7 +6,6 @@ import argparse
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.flags import flag_of
 from megatron_epp.plan.layout import Layout, even_layers, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
-from megatron_epp.plan.planners import PLANNERS, begins_with_greedy
+from megatron_epp.plan.planners import begins_with_greedy
 from megatron_epp.plan.reading import naming_file, read_text
 
 logger = logging.getLogger(__name__)
@@ -118,9 +117,7 @@ def row_multiple(settings: object) -> int:
 
 def placement_of(args: argparse.Namespace) -> Placement:
     ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    entry = PLANNERS.entry(getattr(args, "epp_planner", "greedy"))
-    make = getattr(entry, "placement", None) or partial(Placement, args.epp_placement)
-    return make(ranks, chunks)
+    return Placement(args.epp_placement, ranks, chunks)
 
 
 def hybrid_pattern(args: argparse.Namespace) -> str | None:

@@ -52,7 +52,9 @@ class Chosen:
             line += f"; {format_us(choice.makespan_us)} expected, at least {format_us(choice.bound_us)} in any order"
             line += f", {format_us(choice.even_us)} with even layers ({choice.gain:.1%} saved)"
         in_a_v = " --epp-placement v" * (not placement.is_looped)
-        if pattern := whole_pattern(flags):
+        if placement.kind == "ring":
+            own = f"--num-virtual-stages-per-pipeline-rank {placement.num_chunks}"
+        elif pattern := whole_pattern(flags):
             own = f"--hybrid-layer-pattern '{staged_pattern(pattern, layout.layers)}'" + in_a_v
         elif (megatron := layout.to_megatron(flags.get("mtp_num_layers") or 0)) is not None:
             own = f"--pipeline-model-parallel-layout '{megatron}'"
