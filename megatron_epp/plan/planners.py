@@ -57,8 +57,8 @@ class PlannerEntry:
     # What `planner.plan` runs; `plan` is for planners that start from these decisions
     plans: str = "megatron_epp.planner.other_planners:plan_by_name"
     placement: str = "looped"  # of its stages, where no flag says another
-    refuses: str = ""  # ``module:function`` from parsed flags to why training does not run its plans with them
     lacks: str = ""  # why training does not run its plans; empty if it does
+    problems: str = ""  # from flags of a training to what does not go with it, ``module:function``; empty for nothing
 
     @property
     def planner(self) -> Planner:

@@ -68,7 +68,7 @@ PLANNERS: dict[str, PlannerEntry] = {
         "2507.00394",
         has_own_size=True,
         placement="ring",
-        refuses="megatron_epp.contrib.helix:problems",
+        problems="megatron_epp.contrib.helix:problems",
     ),
     "chronos": _order(
         FixedOrder(chronos, chunks_per_rank=2, fit=longest_lived_first),

@@ -239,13 +239,12 @@ RULES: Rules = (
     # plans
     Rule("--epp-planner", _cannot_offload, f"is not for {_OFFLOAD}", "use --epp-planner greedy"),
     *flags("--epp-recompute", "leave it at auto", when=_asks_offload, say=f"is not for {_OFFLOAD}", allowed=("auto",)),
-    Check(setting_checks.planned_only),
+    Check(setting_checks.of_planner),
     Rule("--epp-order", lambda a: a.epp_order == GIVEN, "is for --epp-microbatches user: documents are cut by the plan"),
     Rule("--epp-costs", lambda a: a.epp_costs == "measure", "has gone", "use learn, or a file of `megatron-epp profile`"),
     Rule("--epp-trace", lambda a: a.epp_report_dir is None, "needs a folder to write to", "add --epp-report-dir"),
     # It makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
     Rule("--delay-wgrad-compute", lambda a: not splits_weights(a), "is set by --epp-split-weight-gradient", "leave it out"),
-    Check(setting_checks.overlapped),
     Check(lambda a, door: problems_of(a, door, VOCABULARY) if shards_vocabulary(a) else ()),
     Check(setting_checks.layers),
     Check(partial(of_experts, "chunk_problems"), Door.SLICED_MODEL),

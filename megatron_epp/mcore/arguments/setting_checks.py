@@ -159,15 +159,12 @@ def of_loss(args: Namespace, _: Door) -> Iterator[str]:
         yield f"--epp-loss {args.epp_loss}: {problem}"
 
 
-def planned_only(args: Namespace, _: Door) -> Iterator[str]:
+def of_planner(args: Namespace, _: Door) -> Iterator[str]:
     planner = args.epp_planner
     if (entry := PLANNERS.entry(planner)) is not None and entry.lacks:
         yield f"--epp-planner {planner} is planned, not run: training lacks {entry.lacks}; use --epp-planner greedy"
-    if entry is not None and entry.refuses:
-        yield from resolve_name(entry.refuses)(args)
-
-
-def overlapped(args: Namespace, _: Door) -> Iterator[str]:
+    if entry is not None and entry.problems:
+        yield from resolve_name(entry.problems)(args)
     if args.epp_overlap_exchanges:
         yield from resolve_name("megatron_epp.contrib.overlap:problems")(args)
 
