@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_epp.features.trees import tree_cascade
-from megatron_epp.features.trees.tree_cascade import cascaded
+from megatron_epp.features.cascade import tree_cascade
+from megatron_epp.features.cascade.tree_cascade import cascaded
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.kernels import EXACT_ATTENTION, AttentionCase, flash

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.features.trees import common_rows, tree_cascade
+from megatron_epp.features.cascade import common_rows, tree_cascade
+from megatron_epp.features.cascade.tree_cascade import CascadeView, cascaded
 from megatron_epp.features.trees.readers import reads_of
 from megatron_epp.features.trees.tree_cache import TreeCache
-from megatron_epp.features.trees.tree_cascade import CascadeView, cascaded
 from megatron_epp.features.trees.tree_layouts import tree_layouts
 from megatron_epp.plan import sizing
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed

@@ -16,28 +16,28 @@ from tests.support.mcore.synthetic_documents import write_pair
 BATCH, PROMPT = 4, 40
 
 
-def conversations(iterations, prompts):
-    """Return tokens and masks of answers to prompts in turn, which are not trained: of as many batches, and two more."""
+def conversations(iterations):
+    """Return tokens and masks of answers to one prompt, which is not trained: of as many batches, and two more."""
     random = np.random.RandomState(5)
-    begins = [random.randint(1, VOCABULARY - 1, PROMPT) for _ in range(prompts)]
+    prompt = random.randint(1, VOCABULARY - 1, PROMPT)
     answers = [random.randint(1, VOCABULARY - 1, 3 + 2 * (number % 10)) for number in range(iterations * BATCH + 2)]
-    texts = [np.concatenate([begins[at % prompts], own]) for at, own in enumerate(answers)]
+    texts = [np.concatenate([prompt, own]) for own in answers]
     return [(text, (np.arange(len(text)) >= PROMPT).astype(int)) for text in texts]
 
 
-def write_samples(folder, iterations, prompts=1):
+def write_samples(folder, iterations):
     """Write rows with the columns of a loss, and return the flags that train on them."""
     rows = [
         {"tokens": tokens.tolist(), "trained": mask.tolist(), "old_logprobs": -4.5, "advantages": 0.3 * at - 1}
-        for at, (tokens, mask) in enumerate(conversations(iterations, prompts))
+        for at, (tokens, mask) in enumerate(conversations(iterations))
     ]
     (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return ["--epp-samples", *[str(folder / "samples.jsonl")] * 2, "--epp-loss", "megatron_epp.losses:ClippedRatio"]
 
 
-def write_documents(folder, iterations, prompts=1):
+def write_documents(folder, iterations):
     """Write a pair and a mask, as `megatron-epp prepare --chat` does, and return the flags that train on them."""
-    texts, masks = zip(*conversations(iterations, prompts), strict=True)
+    texts, masks = zip(*conversations(iterations), strict=True)
     prefix = write_pair(folder / "chats", texts)
     np.concatenate(masks).astype(np.uint8).tofile(f"{prefix}{MASK_SUFFIX}")
     return ["--data-path", str(prefix), "--epp-documents", "truncate"]
@@ -52,7 +52,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("write", "cell", "optimizer", "iterations"), WAYS)
 def test_prompts_of_several_answers_run_once_as_whole_sequences_train(write, cell, optimizer, iterations, tmp_path):
-    data, flags = write(tmp_path, iterations, cell.dp), common_flags(iterations, CONTEXT, BATCH, validates=True)
+    data, flags = write(tmp_path, iterations), common_flags(iterations, CONTEXT, BATCH, validates=True)
     del flags[flags.index("--epp-documents") : flags.index("--epp-documents") + 2]
     flags += [*data, *cell.flags, *shlex.split(f"{MODELS['llama']} {OPTIMIZERS[optimizer]} --epp-report-dir {tmp_path}/report")]
     runs, lines = {}, {}

@@ -16,7 +16,7 @@ from megatron_epp.features.trees.readers import groups_of
 from megatron_epp.features.trees.tree_cuts import cut_trees
 from megatron_epp.features.trees.tree_work import work_of_tree
 from megatron_epp.plan import InfeasibleError
-from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
+from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed, path_of
 from megatron_epp.plan.kv_offload import host_peak_bytes
 from megatron_epp.plan.proof import check
 from megatron_epp.planner import Options, plan
@@ -195,6 +195,42 @@ def test_a_tree_of_the_whole_batch_is_split_for_replicas_where_least_is_shared()
         assert len(shared.indivisible) >= replicas
         assert sum(count > 99 for _, count in shared.borrowed) == 12  # no group was split
     assert len(divisible(asked, 8).indivisible) >= 8
+
+
+@pytest.mark.parametrize(
+    ("prompts", "replicas", "sizes"),
+    [(1, 2, [6, 6]), (1, 4, [3] * 4), (1, 6, [2] * 6), (3, 2, [2, 2, 4, 4]), (3, 4, [2, 2, 4, 4]), (3, 6, [2] * 6)],
+)
+def test_prompts_are_repeated_where_that_takes_work_from_the_replica_that_has_most(prompts, replicas, sizes):
+    lengths, borrowed = groups(prompts, 12 // prompts, 1000, 500)
+    asked = replace(problem(lengths, 2), borrowed=borrowed)
+    shared = divisible(asked, replicas)
+    assert sorted(map(len, shared.indivisible)) == sizes
+    assert sum(count for _, count in shared.borrowed) == (12 - len(sizes)) * 999
+    assert divisible(asked, 12).borrowed == ()
+
+
+def test_sequences_with_one_loss_stay_together_where_their_tree_is_split():
+    lengths, borrowed = groups(1, 8, 1000, 500)
+    asked = replace(problem(lengths, 2), borrowed=borrowed, loss_groups=(0, 0, 0, 0, 1, 1, 1, 1))
+    assert divisible(asked, 2).indivisible == divisible(asked, 4).indivisible == ((0, 1, 2, 3), (4, 5, 6, 7))
+    together = replace(asked, loss_groups=(0,) * 8)
+    assert divisible(together, 4) == together
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_split_forest_shares_what_its_sequences_have_in_common_alone(seed):
+    rng = random.Random(seed)
+    grown, replicas = forest(rng, trees=rng.randint(1, 3), depth=4, tokens=90), rng.randint(2, 5)
+    asked = replace(problem(grown.lengths, 2), borrowed=grown.borrowed)
+    if rng.random() < 0.5:
+        asked = replace(asked, loss_groups=tuple(rng.randint(0, 3) for _ in grown.lengths))
+    shared = divisible(asked, replicas)
+    for q, (lender, count) in enumerate(shared.borrowed):
+        for batch in (asked, shared):
+            assert path_of(q, count, batch.borrowed) == path_of(lender, count, batch.borrowed)
+    least = len(replace(asked, borrowed=()).indivisible)
+    assert len(shared.indivisible) >= min(replicas, least)
 
 
 def test_a_part_of_a_batch_keeps_what_its_sequences_borrow():

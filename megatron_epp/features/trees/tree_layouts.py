@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_epp.features.trees.common_rows import common_rows
+from megatron_epp.features.cascade.common_rows import common_rows
+from megatron_epp.features.cascade.tree_cascade import cascade_view
 from megatron_epp.features.trees.readers import reads_of
 from megatron_epp.features.trees.state_cuts import cut_chunks
 from megatron_epp.features.trees.tree_cache import Node, Piece, TreeCache, TreeView
-from megatron_epp.features.trees.tree_cascade import cascade_view
 from megatron_epp.plan import Chunk, Plan
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.context import ChunkLayout

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_epp.cost.kv_costs import CopyTime, KVBytes, KVOffloadCosts
 from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, Sizes, TimeColumn, work_of
-from megatron_epp.features.trees.common_rows import Reads, common_rows
+from megatron_epp.features.cascade.common_rows import Reads, common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
 from megatron_epp.features.trees.state_cuts import Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_epp
-from megatron_epp.features.trees import common_rows, tree_cascade
+from megatron_epp.features.cascade import common_rows, tree_cascade
 from megatron_epp.losses import Average, ClippedRatio, ClippedValue, Distillation, NextToken, Preference
 from tests.support.mcore.jobs.data_parallel import DataParallel
 from tests.support.mcore.jobs.frameworks import apart, begin, outputs, refusal

@@ -17,7 +17,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from megatron_epp.features.trees.common_rows import CommonRows
+from megatron_epp.features.cascade.common_rows import CommonRows
 from megatron_epp.features.trees.tree_cache import Node, Piece, TreeView
 from megatron_epp.plan import Segment
 from megatron_epp.runtime.attention import kernels
