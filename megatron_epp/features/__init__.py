@@ -206,10 +206,8 @@ FEATURES = (
 
 
 def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a kind (`adopt`, `built`, `head`, `run`) of the features that are wanted."""
-    for feature in FEATURES:
-        if (target := getattr(feature, kind)) and feature.wanted(asked):
-            yield resolve_name(target)
+    """Return the functions of a kind (`adopt`, `built`, `head`, `run`) of the features that are wanted."""
+    return (resolve_name(target) for row in FEATURES if (target := getattr(row, kind)) and row.wanted(asked))
 
 
 def batch_target(batch: Plan | Problem, kind: str) -> Callable[..., Any] | None:
@@ -218,7 +216,5 @@ def batch_target(batch: Plan | Problem, kind: str) -> Callable[..., Any] | None:
 
 
 def plan_targets(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a kind (`orders` to `finish`) of the features that a planner is asked for."""
-    for feature in FEATURES:
-        if (target := getattr(feature, kind)) and feature.planned(problem, options):
-            yield resolve_name(target)
+    """Return the functions of a kind (`orders` to `finish`) of the features that a planner is asked for."""
+    return (resolve_name(target) for row in FEATURES if (target := getattr(row, kind)) and row.planned(problem, options))

@@ -75,8 +75,9 @@ class Layout:
         """Describe the layout: ``stages of 9, 8 (6 times), 7 layers, 2 per rank, v, the vocabulary over all ranks``."""
         placement = self.placement
         where = "one per rank" if placement.num_chunks == 1 else f"{placement.num_chunks} per rank, {placement.kind}"
-        where += ", the vocabulary over all ranks" * self.shards_vocabulary
-        return f"stages of {runs_text(self.layers)} layers, {where}"
+        return (
+            f"stages of {runs_text(self.layers)} layers, {where}" + ", the vocabulary over all ranks" * self.shards_vocabulary
+        )
 
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""
@@ -148,8 +149,7 @@ def _placement(rank_of: tuple[int, ...], num_stages: int) -> Placement:
     num_ranks = len(set(rank_of))
     chunks, rest = divmod(num_stages, max(1, num_ranks))
     for kind in ("looped", "v"):
-        placement = Placement(kind, num_ranks, chunks)
-        if not rest and placement.rank_of == rank_of:
+        if not rest and (placement := Placement(kind, num_ranks, chunks)).rank_of == rank_of:
             return placement
     raise EppError(
         f"rank_of of a layout is {brief(list(rank_of))}: it names the rank of each of {num_stages} stages, with ranks from 0, "

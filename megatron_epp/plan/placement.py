@@ -50,7 +50,5 @@ class Placement:
 
 def placements_of(num_ranks: int) -> tuple[Placement, ...]:
     """Placements that are tried, the plainest first."""
-    if num_ranks == 1:
-        return (Placement("looped", 1, 1),)
-    looped = tuple(Placement("looped", num_ranks, count) for count in (1, 2, 4))
-    return (*looped[:2], Placement("v", num_ranks, 2), *looped[2:])
+    one, two, four = (Placement("looped", num_ranks, count) for count in (1, 2, 4))
+    return (one,) if num_ranks == 1 else (one, two, Placement("v", num_ranks, 2), four)

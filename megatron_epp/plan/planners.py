@@ -88,8 +88,7 @@ class Planners(MutableMapping[str, Planner]):
         return dict(self._entries)
 
     def __getitem__(self, name: str) -> Planner:
-        entry = self.entry(name)
-        if entry is None:
+        if (entry := self.entry(name)) is None:
             raise KeyError(name)
         return entry.planner
 
@@ -157,5 +156,4 @@ A new one is a function and an entry: docs/your-own-schedule.md.
 
 def begins_with_greedy(name: str) -> bool:
     """Return True for "greedy", and for planners that improve its plans."""
-    entry = PLANNERS.entry(name)
-    return entry is not None and entry.begins_with_greedy
+    return bool(getattr(PLANNERS.entry(name), "begins_with_greedy", False))

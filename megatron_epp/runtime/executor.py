@@ -234,14 +234,13 @@ class Executor:
     def message(self, action: Action, receive: Op) -> Tensor:
         """Return the message an action receives, from another rank or from this one. It is kept until the action is done."""
         key = action._replace(op=receive)
-        if key in self._received:
-            return self._received[key]
-        here = self._progress.host
-        assert here is not None  # an action runs
-        self._progress.reach(here._replace(receiving=True))  # so that the watchdog tells a late message from slow compute
-        with self.recorder.waiting(key):
-            self._received[key] = self._arriving.pop(key).wait()
-        self._progress.reach(here)
+        if key not in self._received:
+            here = self._progress.host
+            assert here is not None  # an action runs
+            self._progress.reach(here._replace(receiving=True))  # so that the watchdog tells a late message from slow compute
+            with self.recorder.waiting(key):
+                self._received[key] = self._arriving.pop(key).wait()
+            self._progress.reach(here)
         return self._received[key]
 
     def _peer(self, message: Action) -> int:

@@ -131,11 +131,8 @@ class Case:
     @property
     def loads(self) -> bool:
         """Stock places stages elsewhere, and so would begin with other weights: it saves them for the run with plans."""
-        return (
-            self.alone
-            or self.cell.placement != self.stock.placement
-            or any(flag in self.plan for flag in ("--epp-layout", "helixpipe"))
-        )
+        places = "--epp-layout" in self.plan or "helixpipe" in self.plan or self.cell.placement != self.stock.placement
+        return self.alone or places
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:
         own = shlex.split(f"{MODELS[self.model]} {self.both}")

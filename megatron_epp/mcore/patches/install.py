@@ -107,15 +107,14 @@ def _choose_stages(original: Callable[..., Any], *rest: Any, **named: Any) -> An
     return original(*call.args, **call.kwargs)
 
 
-def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:
+def _adopt(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Build the model with our attention if --epp is given."""
     args = document_args()
     if args is None or args.epp_schedule == "stock":  # the baseline that keeps Megatron's attention, too
-        original(*rest, **named)
-        return
+        return original(*rest, **named)
     from megatron_epp.mcore.model.adopt import construct
 
-    construct(args, original, *rest, **named)
+    return construct(args, original, *rest, **named)
 
 
 def _complete_config(original: Callable[..., Any], self: Any) -> None:
@@ -157,16 +156,14 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
     return original(ours, *rest, **named)
 
 
-def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
+def _warm_up_on_a_chunk(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
     """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens.
 
     Before that, since there is no model yet, start the planning processes; and settle what a framework that makes its groups of
     ranks by itself has left open.
     """
-    args = document_args()
-    if args is None:
-        original(*rest, **named)
-        return
+    if (args := document_args()) is None:
+        return original(*rest, **named)
     args.epp_open_placements = []
     _settle_choices(args)
     from megatron_epp.mcore.start.sliced_start import prepare
@@ -174,7 +171,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
     prepare(args)
     most = _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size
     with having(args, seq_length=min(args.seq_length, most)):
-        original(*rest, **named)
+        return original(*rest, **named)
 
 
 def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: Any, **named: Any) -> None:
