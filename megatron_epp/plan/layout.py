@@ -29,13 +29,12 @@ class Layout:
     chosen_with: Mapping[str, Any] = field(default_factory=dict, compare=False)  # flags of the run that has chosen it, by name
 
     def __post_init__(self) -> None:
+        what = f"a layout of {layers_text(self.layers)} layers"
         if min(self.layers, default=-1) < 0:
-            raise EppError(
-                f"a layout of {layers_text(self.layers)} layers has a stage with a negative number of layers, or none"
-            )
+            raise EppError(f"{what} has a stage with a negative number of layers, or none")
         if len(self.layers) != self.placement.num_stages:
             raise EppError(
-                f"a layout of {layers_text(self.layers)} layers has {len(self.layers)} stages, and its placement has "
+                f"{what} has {len(self.layers)} stages, and its placement has "
                 f"{self.placement.num_stages} ({self.placement.num_ranks} ranks with {self.placement.num_chunks} each)"
             )
 
@@ -75,9 +74,8 @@ class Layout:
         """Describe the layout: ``stages of 9, 8 (6 times), 7 layers, 2 per rank, v, the vocabulary over all ranks``."""
         placement = self.placement
         where = "one per rank" if placement.num_chunks == 1 else f"{placement.num_chunks} per rank, {placement.kind}"
-        return (
-            f"stages of {runs_text(self.layers)} layers, {where}" + ", the vocabulary over all ranks" * self.shards_vocabulary
-        )
+        where += ", the vocabulary over all ranks" * self.shards_vocabulary
+        return f"stages of {runs_text(self.layers)} layers, {where}"
 
     def to_json(self) -> str:
         """Return the text of a layout file; `from_json` gives an equal layout."""
