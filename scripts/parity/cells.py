@@ -131,8 +131,8 @@ class Case:
     @property
     def loads(self) -> bool:
         """Stock places stages elsewhere, and so would begin with other weights: it saves them for the run with plans."""
-        places = "--epp-layout" in self.plan or "helixpipe" in self.plan or self.cell.placement != self.stock.placement
-        return self.alone or places
+        moves = "--epp-layout" in self.plan or "helixpipe" in self.plan or self.cell.placement != self.stock.placement
+        return self.alone or moves
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:
         own = shlex.split(f"{MODELS[self.model]} {self.both}")

@@ -23,6 +23,7 @@ from megatron_epp.mcore.arguments.consequences import EOD, IDLE, IMPLIED, prepar
 from megatron_epp.mcore.arguments.layout import BETWEEN_STAGES, token_multiple
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
+from megatron_epp.mcore.arguments.rule import BOTH
 from megatron_epp.mcore.arguments.setting_checks import REFUSED_LAYERS, pattern_problem
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.adopt_built import refusal
@@ -57,10 +58,11 @@ SAMPLES = "--epp-samples a --epp-loss tests.support.mcore.own_losses"
 HELIX = "--epp-planner helixpipe"
 REFUSED = [
     # planning
-    (HELIX, "--epp-planner helixpipe needs two ranks or more", "--num-layers 8 is on 1"),
+    (HELIX, "--epp-planner helixpipe needs two ranks or more", "--num-layers 8"),
     (f"{HELIX} {PP} 2", "has a layer on each stage", f"add {PER_RANK} 4"),
-    (f"{HELIX} {PP} 2 {PER_RANK} 4 --num-experts 4", "--epp-planner helixpipe does not go with --num-experts 4", "leave one"),
-    (f"{HELIX} {PP} 8 --epp-costs learn", "--epp-planner helixpipe does not go with --epp-costs learn"),
+    (f"{HELIX} {PP} 2 {PER_RANK} 4 --num-experts 4", "--num-experts 4 does not go with --epp-planner helixpipe", BOTH),
+    (f"{HELIX} {PP} 8 --epp-costs learn", "--epp-costs learn does not go with --epp-planner helixpipe", "use analytic"),
+    (f"{HELIX} {PP} 8 --save a --ckpt-format torch", "--save a by --ckpt-format torch does not go with", HELIX),
     (f"{HELIX} {PP} 8 --epp-offload", "--epp-planner helixpipe", "--epp-offload", "--epp-planner greedy"),
     ("--epp-planner flexsp", "--epp-planner flexsp", "groups of context-parallel ranks", "use --epp-planner greedy"),
     ("--epp-offload --epp-planner 1f1b", "--epp-planner 1f1b", "--epp-offload", "--epp-planner greedy"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -63,24 +63,20 @@ class AttentionMessages:
 
     def handlers(self) -> Mapping[Op, Handler]:
         """Return the handlers of sends and receives."""
-        return dict(self._handlers())
+        kinds = (INPUTS, RESULT, RESULT_GRADIENT, INPUTS_GRADIENT)
+        sends: dict[Op, Handler] = {kind.send: partial(self._send, kind) for kind in kinds}
+        return sends | {kind.receive: partial(self._receive, kind) for kind in kinds}
 
     def assert_empty(self) -> None:
         assert not self._there  # all has been taken
 
-    def _handlers(self) -> Iterator[tuple[Op, Handler]]:
-        for kind in (INPUTS, RESULT, RESULT_GRADIENT, INPUTS_GRADIENT):
-            # Sides that stages have count these; those of attention its sites.
-            behind, is_sent = int(kind in _BEHIND), kind in _FROM_STAGES
-            yield kind.send, partial(self._send, kind, behind * is_sent)
-            yield kind.receive, partial(self._receive, kind, behind * (not is_sent))
-
-    def _send(self, kind: MessageKind, offset: int, run: Executor, action: Action) -> None:
-        key = kind, action.stage - offset, action.chunk
+    def _send(self, kind: MessageKind, run: Executor, action: Action) -> None:
+        # Sides that stages have count these; those of attention its sites.
+        key = kind, action.stage - (kind in _BEHIND and kind in _FROM_STAGES), action.chunk
         self._of(kind).send(self.take(*key), self.ranks(*key)[1], kind in _GRADIENTS)
 
-    def _receive(self, kind: MessageKind, offset: int, run: Executor, action: Action) -> None:
-        key = kind, action.stage - offset, action.chunk
+    def _receive(self, kind: MessageKind, run: Executor, action: Action) -> None:
+        key = kind, action.stage - (kind in _BEHIND and kind not in _FROM_STAGES), action.chunk
         message = self._message(kind, action.chunk)
         self._there[key] = self._of(kind).post_receive(*message, self.ranks(*key)[0], kind in _GRADIENTS)
 
