@@ -50,5 +50,5 @@ class Placement:
 
 def placements_of(num_ranks: int) -> tuple[Placement, ...]:
     """Placements that are tried, the plainest first."""
-    one, two, four = (Placement("looped", num_ranks, count) for count in (1, 2, 4))
-    return (one,) if num_ranks == 1 else (one, two, Placement("v", num_ranks, 2), four)
+    plainest, *looped = (Placement("looped", num_ranks, count) for count in (1, 2, 4))
+    return (plainest,) if num_ranks == 1 else (plainest, looped[0], Placement("v", num_ranks, 2), looped[1])

@@ -40,7 +40,7 @@ def attention_links(links: Links, new_group: Callable[[], ProcessGroup]) -> tupl
 
 
 class AttentionMessages:
-    """What a plan's attention and stages give to each other; `message` gives what a kind's message of a chunk is."""
+    """Tensors that a plan's attention and stages give to each other; `message` describes that of a kind and a chunk."""
 
     def __init__(self, plan: Plan, links: tuple[Links, Links] | None, message: Callable[[MessageKind, int], Message]) -> None:
         self._plan, self._links, self._message = plan, links, message
