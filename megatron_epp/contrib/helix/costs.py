@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
-from megatron_epp.cost.blocks import HEAD, LAYER, UNKNOWN_BYTES, StageCosts
+from megatron_epp.cost.blocks import HEAD, LAYER, UNKNOWN_BYTES, BlockCosts, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
 from megatron_epp.cost.memory import NO_STATIC
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime, TimeColumn
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import OperationRows
 from megatron_epp.port.run_facts import CostsFile, RunFacts
@@ -134,6 +134,17 @@ def without_attention(stage: StageCosts) -> StageCosts:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardBlock(BlockCosts):
+    """A block whose forward runs in its backward."""
+
+    again_bytes_per_token: float  # that this forward keeps until the backward ends, with the head's
+
+    def passing_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes that the backward needs for a moment."""
+        return BlockCosts.passing_bytes(self, work) + self.again_bytes_per_token * work.tokens
+
+
 def in_backward(last: StageCosts) -> StageCosts:
     """Return the costs of a last stage whose backward runs the forward too, of the MLP that it begins with and of the head.
 
@@ -141,11 +152,13 @@ def in_backward(last: StageCosts) -> StageCosts:
     attention's output besides the residual. `last` is as `without_attention` returns it.
     """
     goes = [*last.inner, *(block for block in last.ends if block.kind == HEAD)]
-    working = sum((block.bytes_per_token for block in goes), last.layers.working_bytes_per_token)
+    again = sum(block.bytes_per_token for block in goes)
     (layer, *forward), (of_layer, *backward) = last.lines("forward"), last.lines("backward")
     last = last.with_lines("backward", of_layer, *map(add, backward, forward)).with_lines("forward", layer, NO_TIME, NO_TIME)
     last = last.changed(ATTENTION, MLP, bytes_per_token=last.layers.input_bytes_per_token).changed(HEAD, bytes_per_token=0.0)
-    return last.changed(LAYER, MLP, working_bytes_per_token=working)
+    received, mlp, no_layer, *head = last.blocks
+    values = {field.name: getattr(mlp, field.name) for field in fields(BlockCosts)}
+    return replace(last, blocks=(received, no_layer, BackwardBlock(**values, again_bytes_per_token=again), *head))
 
 
 def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:

@@ -6,10 +6,7 @@ from unittest import mock
 
 
 def run(flags: Sequence[str]) -> list[dict[str, Any]]:
-    """Planned bytes are with the room in which the last block runs, a part of a plan's static bytes."""
-    from megatron_epp.cost.memory import WORKING
     from megatron_epp.mcore.iteration import base_run
-    from megatron_epp.planner.memory.breakdown import memory_breakdown
     from tests.support.mcore.trainings import recorded
 
     run_plan, seen = base_run.Run.run_plan, list[dict[str, Any]]()
@@ -17,8 +14,7 @@ def run(flags: Sequence[str]) -> list[dict[str, Any]]:
     def watched(self: Any, models: Any, plan: Any, recorder: Any, saved: Any, *rest: Any) -> None:
         run_plan(self, models, plan, recorder, saved, *rest)
         if saved is not None:
-            room = memory_breakdown(plan, self.costs).static[self.rank][WORKING]
-            planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank] + room
+            planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
             again = sorted({str(each) for row in plan.recompute for each in row})
             seen.append({"planned": planned, "measured": saved.peak_bytes, "left": saved.live_bytes, "recompute": again})
 
