@@ -136,7 +136,8 @@ class BlockCosts(PartCosts):
         full, attended = self._peaks_per_token(mode, split)
         cached, prefix = self._in_cache(work, share=1.0), self.prefix_bytes(work) * (self.cached_share > 0)
         gradient = self.cached_share * self.kv_gradient_bytes(work)
-        late = (attended - cached) * work.tokens + gradient + prefix
+        # Where attention frees the keys and values, which still count, no more is held than in a chunk without a cache
+        late = (np.where(work.sliced & ~work.first, attended, min(full, attended)) - cached) * work.tokens + gradient + prefix
         # Where layers are unlike, one that caches nothing may be the last that a backward comes to: all gradients are there.
         is_unlike = self.cached_share < 1
         early = full * work.tokens + gradient if is_unlike else (full - cached) * work.tokens

@@ -266,10 +266,8 @@ class StagePasses:
         else:
             whole, split = self._unlike(split=False), self._unlike(split=True)
             kept_bytes = self.activation - _saved_by_unlike(whole)
-            whole_bytes, split_bytes = (
-                _most_of_unlike(self.backward(), whole),
-                _most_of_unlike(self.backward(split=True), split),
-            )
+            whole_bytes = _most_of_unlike(self.backward(), whole)
+            split_bytes = _most_of_unlike(self.backward(split=True), split)
         price = np.divide(layer_us, saved, out=np.full(saved.shape, np.inf), where=saved != 0)[full]
         return Ways(
             kept_bytes=kept_bytes.T,
@@ -300,10 +298,12 @@ class StagePasses:
         sizes = np.zeros((3, len(taken), len(layers), len(none)), dtype=np.int64)
         for kind in dict.fromkeys(layers):
             equal = [number for number, layer in enumerate(layers) if layer == kind]
+            tails = (kind.kept_bytes(self.work) * (1.0 + self.costs.fragmentation_share)).astype(np.int64)
             for at in np.unique(taken).tolist():
                 mode = _NAMES[at] if at < len(_NAMES) else ""
                 bytes_of = backward_items(self.stage, self.work, self.costs, mode, equal[0], split=split)
                 own = [sum(items.values()) for items in (bytes_of.activations, bytes_of.peak, bytes_of.gone)]
+                own[0], own[2] = own[0] - tails * (bool(mode) and not MODES[mode].keeps_kv), own[2] + tails
                 sizes[:, :, equal] = np.where((taken == at)[None, :, None], np.array(own)[:, None, None], sizes[:, :, equal])
         activations, peak, gone = sizes
         return LayerGroup(1, np.minimum.accumulate(activations, axis=0), peak, gone)

@@ -107,7 +107,11 @@ def test_a_cap_holds_by_offload_and_the_host_has_what_was_planned(report_of: Cal
 
 
 FEW, MANY = 2, 9
-BY_DEFAULT = ("grouped, with dropout", "weights apart, there and back")
+BY_DEFAULT = ("grouped, with dropout", "weights apart, there and back", "windows, sinks", "Mamba-2 with attention")
+STATES = {"windows, sinks": 0, "Mamba-2": 4, "Mamba-2 with attention": 3}
+"""Runs whose slices hand on states, with the layers of a rank that keep the decay rates of 8 heads, and what they are made of,
+for every chunk: as many bytes as `SCALARS_BYTES`.
+"""
 OTHERS = [(MANY, name) for name in RUNS]
 EACH = some_by_default(("batches", "name"), [*((FEW, name) for name in BY_DEFAULT), *OTHERS], len(BY_DEFAULT))
 
@@ -119,7 +123,7 @@ def lines_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], A
     @functools.cache
     def runs(batches: int, names: tuple[str, ...]) -> Any:
         folder = tmp_path_factory.mktemp("batches")
-        found = returned(job(1, "batches", folder=folder, batches=batches, names=names, timeout_s=400))
+        found = returned(job(1, "batches", folder=folder, batches=batches, names=names, timeout_s=800))
         assert not [ranks for ranks in found.values() if "error" in ranks], found
         return found
 
@@ -132,15 +136,21 @@ def lines_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], A
 
 @EACH
 def test_no_plan_holds_more_than_it_says_nor_less_by_three_in_a_hundred(lines_of: Lines, batches: int, name: str) -> None:
+    """Where sequences share prefixes two counts are high, but safe: of states that several chunks begin with, and of host
+    memory, in which room for all rows of a sequence is taken at once.
+    """
     for lines in lines_of(batches, name):
         ratios = [line["measured"] / line["planned"] for line in lines]
         print(f"\n{name}, {len(lines)} plans: measured over planned {min(ratios):.4f} to {max(ratios):.4f}")
         assert len(lines) > 5 * batches
-        assert max(line["measured"] - line["planned"] for line in lines) <= SCALARS_BYTES
-        assert min(ratios) >= 0.97
+        for line in lines:
+            assert line["measured"] - line["planned"] <= SCALARS_BYTES * (1 + STATES.get(name, 0) * line["chunks"]), line
+        of_states = name in STATES
+        assert min(ratio for ratio, line in zip(ratios, lines, strict=True) if not (of_states and line["borrowed"])) >= 0.97
         assert {line["left"] for line in lines} == {0}, "something is left on the device or at the host"
         assert {line["offloadable"] for line in lines} == {1}, "somebody but autograd holds what chunks keep"
-        assert all(0.97 <= line["host"] / line["planned_host"] <= 1.03 for line in lines if line["planned_host"])
+        hosts = [(line["host"] / line["planned_host"], line) for line in lines if line["planned_host"]]
+        assert all(ratio <= 1 and (ratio >= 0.97 or (line["hosted"] and line["borrowed"])) for ratio, line in hosts)
 
 
 @EACH
@@ -149,7 +159,9 @@ def test_the_plans_had_every_level_alone_and_beside_others_copies_and_trees(line
     assert any({f"{layers} {mode.name}" for mode in MODES.values()} <= seen for layers in (2, 4))
     assert any("+" in again for again in seen)
     assert {False, True} == {line["borrowed"] > 0 for lines in lines_of(batches, name) for line in lines}
-    assert {0, 1} <= {line["hosted"] for lines in lines_of(batches, name) for line in lines}
+    for borrows in (False, True):
+        plans = [line for lines in lines_of(batches, name) for line in lines if bool(line["borrowed"]) is borrows]
+        assert {False, True} == {line["hosted"] > 0 for line in plans}
     assert len({line["share"] for lines in lines_of(batches, name) for line in lines}) >= batches
 
 

@@ -146,14 +146,14 @@ class ActivationOffload(OwnedTensors):
         self._moved: dict[Owner, _Moved] = {}
 
     def offload(self, owner: Owner, share: float, num_bytes: int = 0, timed: CopyTimer = nullcontext()) -> None:  # noqa: B008 - holds nothing
-        """Begin to copy a share of a chunk's saved bytes to the host, at least `num_bytes`; they stay on the device until
-        `free`.
+        """Begin to copy `num_bytes` of a chunk's saved bytes to the host, or a share of them if that is 0; they stay on the
+        device until `free`.
 
         Storages with other references are not copied, because that would free nothing: parameters, messages in flight, storages
         that several chunks share.
         """
         storages = self.pop(owner)  # only now: what the forward saved and dropped again is no longer among them
-        wanted_bytes = max(num_bytes, round(share * sum(storage.num_bytes for storage in storages)))
+        wanted_bytes = num_bytes or round(share * sum(storage.num_bytes for storage in storages))
         parts = choose([storage for storage in storages if storage.owner and storage.is_ours], wanted_bytes)
         moved = _Moved(parts, Region(self._host))
         moved.region.reserve(_size(parts))

@@ -204,9 +204,8 @@ class HostStore(KVStore):
         held = self._held[now.view.sequence]
         now.buffers = [self._empty(held, [x.dtype for x in held.like]) for _ in range(2)]
         if now.backward:
-            now.gradient = self._empty(
-                held, [torch.promote_types(x.dtype, torch.float32) if now.wide else x.dtype for x in held.like]
-            )
+            sums = [torch.promote_types(x.dtype, torch.float32) if now.wide else x.dtype for x in held.like]
+            now.gradient = self._empty(held, sums)
 
     def _load(self, use: Use, number: int) -> Mark:
         now = self._running

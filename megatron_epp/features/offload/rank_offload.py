@@ -125,12 +125,6 @@ def host_cap_bytes(args: argparse.Namespace) -> int:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     share_bytes = _HOST_SHARE * limit_bytes / ranks
     if args.rank == 0:
-        logger.info(
-            "%s may take %.1f GiB per rank: %.0f%% of %s, for %d ranks",
-            names_of(args)["offload"],
-            share_bytes / _GIB,
-            100 * _HOST_SHARE,
-            source,
-            ranks,
-        )
+        facts = names_of(args)["offload"], share_bytes / _GIB, 100 * _HOST_SHARE, source, ranks
+        logger.info("%s may take %.1f GiB per rank: %.0f%% of %s, for %d ranks", *facts)
     return int(share_bytes)

@@ -20,6 +20,7 @@ from megatron_epp.plan.sizing import sums_in_fp32
 from megatron_epp.runtime.attention.core import compact
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import HeadGroup, KVCacheError, SliceView, Tensors
+from megatron_epp.runtime.autograd.saved import observe
 from megatron_epp.runtime.handover import Stretches
 
 
@@ -260,6 +261,7 @@ class TreeCache(SlicedKVCache):
             size = node.end - node.start
             own.gradients = tuple(x.new_zeros((size, *x.shape[1:]), dtype=self._sum_type(view, x)) for x in own.rows)
             self._num_bytes += sum(x.nbytes for x in own.gradients)
+            observe()  # they may be gone again when a tensor is saved or released next
             if own.host is not None and own.has_sums:
                 own.host.copy_rows(node.sequence, (node, group), own.gradients, out=False, first=len(own.rows))
         return own.gradients

@@ -89,24 +89,25 @@ class TreeWork(ChunkWork):
 
 def _states_of(chunks: Sequence[Chunk], borrowed: Sequence[Borrowed]) -> tuple[IntColumn, IntColumn]:
     parts, others = cut_chunks(chunks, borrowed)
-    rows = [*zip_longest(*(_kept(own, others) for own in parts), fillvalue=(0, 0))]
+    last = {part.before: part for own in parts for part in own}
+    rows = [*zip_longest(*(_kept(own, others, last) for own in parts), fillvalue=(0, 0))]
     entered = np.array([sum(part.before is not None for part in own) for own in parts], dtype=np.int64)
     return np.array(rows, dtype=np.int64).reshape(-1, len(chunks), 2).transpose(2, 0, 1), entered
 
 
-def _kept(parts: Sequence[Part], others: Counter[Cut]) -> Iterator[tuple[int, int]]:
+def _kept(parts: Sequence[Part], others: Counter[Cut], last: Mapping[Cut | None, Part]) -> Iterator[tuple[int, int]]:
     """Yield an entry of `TreeWork.states` for each state of a chunk.
 
-    Every part that begins with a state has a copy of its rows in front of its own. Of several chunks that begin with one some
-    may have run backward ahead of the others' forwards, so it is there with the sum of gradients. A sum of two or more is in
-    fp32, which takes twice the bytes of rows in half precision. A recurrence's state, which parts need not copy, is counted as
-    rows are: too high, by some hundredths of what their tokens keep in models of today's sizes.
+    Every part that begins with a state has a copy of its rows in front of its own. That of the `last` one of several chunks
+    takes the place of the state. Of these some may have run backward ahead of the others' forwards, so it is there with the sum
+    of gradients. A sum of two or more is in fp32, which takes twice the bytes of rows in half precision. A recurrence's state,
+    which parts need not copy, is counted as rows are: too high where several chunks begin with one.
     """
-    for tokens, before, behind in parts:
-        if before is not None:
-            yield tokens.start, 1
-        if behind is not None:
-            yield tokens.end, min(3, others[behind])
+    for part in parts:
+        if part.before is not None:
+            yield part.tokens.start, int(part is not last[part.before] or not others[part.before])
+        if part.behind is not None:
+            yield part.tokens.end, min(3, others[part.behind])
 
 
 def _host_costs(

@@ -107,8 +107,10 @@ def _unlike_layers(stage: MegatronStage, mean: BlockCosts, least: float) -> tupl
     """
     own = {mode: _held(stage, _with(mode, stage.num_layers)).layers for mode in ("", *mean.recompute, FULL)}
     unlike = []
-    for number, (bare, _) in enumerate(own[FULL]):
-        kept_bytes = {mode: least + layers[number][0] - bare for mode, layers in own.items()}
+    for number, (bare, *_) in enumerate(own[FULL]):
+        # Behind the last one nothing takes the place of what its forward drops at its end, such as a norm's output
+        at = 2 if number + 1 == stage.num_layers else 0
+        kept_bytes = {mode: least + layers[number][at] - bare for mode, layers in own.items()}
         most = {mode: kept_bytes[mode] + layers[number][1] for mode, layers in own.items()}
         modes = {mode: ModeCosts(known.again, kept_bytes[mode], most[mode]) for mode, known in mean.recompute.items()}
         unlike.append(
@@ -162,8 +164,8 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     if not few.hands_over:
         return replace(costs, blocks=(received, *rest))
     handover, tails = resolve_name("megatron_epp.mcore.costs.handover_probe:handed_over")(stage)
-    costs = replace(costs, blocks=(received, handover, *rest))
-    return costs.changed(LAYER, tail_bytes=tails / max(1, stage.num_layers))
+    costs = replace(costs, blocks=(received, handover, *rest)).changed(LAYER, tail_bytes=sum(tails) / max(1, len(tails)))
+    return replace(costs, unlike=tuple(replace(at, tail_bytes=own) for at, own in zip(costs.unlike, tails, strict=False)))
 
 
 def _caches(stage: MegatronStage) -> dict[str, list[bool]]:
@@ -195,8 +197,8 @@ def _with(mode: str, count: int, full: int = 0) -> Recompute:
 class Held(NamedTuple):
     """Bytes per token."""
 
-    # What each layer keeps, and its backward's peak above what is live when that begins
-    layers: Sequence[tuple[float, float]]
+    # What each layer keeps, its backward's peak above what is live when that begins, and its forward's peak
+    layers: Sequence[tuple[float, float, float]]
     activations: float  # held from forward to backward
     head: float  # part of `activations` that is freed before the backward reaches the layers
     peak_above_entry: float  # peak while the backward of the last layer runs, above what was live when it began
@@ -207,9 +209,10 @@ class Held(NamedTuple):
 
 
 def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
-    """Run a chunk forward and backward, and measure; watch all layers' backwards for their peaks."""
-    meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    layers, ahead = [_LayerBytes(meter) for _ in layers_of(stage)], _LayerBytes(meter)
+    """Run a chunk of two sequences, whose numbers some kernels keep, and measure; watch all layers for their peaks."""
+    meter, tokens = SavedTensors(stage.parameters), bytes_chunk(stage).num_tokens
+    chunk = Chunk((Segment(0, 0, tokens // 2), Segment(1, 0, tokens - tokens // 2)))
+    layers, ahead = [LayerBytes(meter) for _ in layers_of(stage)], LayerBytes(meter)
     of_prediction = stage.language_model.mtp.layers if stage.depths else ()
 
     def note(number: int, event: str) -> None:
@@ -226,16 +229,17 @@ def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False
         backward(stage, output, context, keep_weights)
         weights = meter.live_bytes
         layers_weights, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
-    last, tokens = layers[-1] if layers else _LayerBytes(meter), chunk.num_tokens
+    last = layers[-1] if layers else LayerBytes(meter)
     sizes = activations, activations - last.begin_bytes, last.above_bytes, weights, layers_weights, ahead.kept_bytes
-    return Held([(each.kept_bytes / tokens, each.above_bytes / tokens) for each in layers], *(size / tokens for size in sizes))
+    rows = [(each.kept_bytes / tokens, each.above_bytes / tokens, each.most_bytes / tokens) for each in layers]
+    return Held(rows, *(size / tokens for size in sizes))
 
 
-class _LayerBytes:
+class LayerBytes:
     """Bytes that a layer keeps, and that are held while its backward runs.
 
     Attributes:
-        kept_bytes: more live behind its forward than ahead of it.
+        kept_bytes, most_bytes: more live behind its forward than ahead of it, of several in all, and at most in the last.
         runs: number of its modules whose backward runs.
         begin_bytes: bytes live when the gradient of the layer's output has been computed.
         peak_bytes: peak from then until the gradient of the layer's input has been computed.
@@ -243,7 +247,7 @@ class _LayerBytes:
 
     def __init__(self, meter: SavedTensors) -> None:
         self.runs = 0
-        self.kept_bytes = self.begin_bytes = self.peak_bytes = 0
+        self.kept_bytes = self.most_bytes = self.begin_bytes = self.peak_bytes = 0
         self._meter = meter
 
     @property
@@ -252,7 +256,9 @@ class _LayerBytes:
 
     def note(self, event: str) -> None:
         if event in ("in", "out"):
+            self.most_bytes = self._meter.peak_bytes - self.kept_bytes
             self.kept_bytes = self._meter.live_bytes - self.kept_bytes
+            self._meter.peak_bytes = self._meter.live_bytes
         elif event == "gradient in":
             if not self.runs:
                 self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
@@ -286,8 +292,7 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
 
     `keep_weights` splits weight gradients off. The backward of the last layer that caches is watched.
     """
-    (segment,) = bytes_chunk(stage).segments
-    tokens, kv_cache, left_bytes = segment.end, stage.kv_cache, [0]
+    tokens, kv_cache, left_bytes, freed_bytes = bytes_chunk(stage).num_tokens, stage.kv_cache, [0], list[int]()
 
     def cached() -> int:
         """Return the caches' bytes; note the live bytes if they have grown, while what attention kept is still held."""
@@ -298,7 +303,6 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
         return kv_cache.cache_bytes
 
     cache_bytes, begin_bytes, live_bytes, hands_over = 0, 0, 0, False
-    freed_bytes: list[int] = []
 
     def note(event: str) -> None:
         nonlocal begin_bytes
@@ -308,7 +312,7 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
 
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
-    last = _LayerBytes(meter)
+    last = LayerBytes(meter)
     caching = [layer for layer in layers_of(stage) if _num_cached(layer)] or [*layers_of(stage)]
     with meter, watched(caching[-1:], note):
         for start in (0, tokens):

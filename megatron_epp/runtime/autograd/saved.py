@@ -58,27 +58,17 @@ class _Held:
             self._saved._release(self._storage)
 
 
-class _HeldParameter:
-    """Saved parameter. Autograd would keep it as well without hooks."""
-
-    __slots__ = ("_accumulator", "_parameter")
-
-    def __init__(self, parameter: Parameter) -> None:
-        self._parameter = parameter
-        # Parameters refer to theirs weakly, and a function need not be given what it saves.
-        self._accumulator: Node | None = get_gradient_edge(parameter).node if parameter.requires_grad else None
-
-    def tensor(self) -> Tensor:
-        return self._parameter
-
-
 class _HeldWhole:
-    """Saved tensor of another kind than a view of a storage. It is neither counted nor offloaded."""
+    """Saved parameter, which autograd would keep as well without hooks, or tensor of another kind than a view of a storage. It
+    is neither counted nor offloaded.
+    """
 
-    __slots__ = ("_tensor",)
+    __slots__ = ("_accumulator", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()  # an output refers to its own node
+        self._tensor = tensor
+        # Parameters refer to theirs weakly, and a function need not be given what it saves.
+        self._accumulator: Node | None = get_gradient_edge(tensor).node if tensor.requires_grad else None
 
     def tensor(self) -> Tensor:
         return self._tensor
@@ -130,11 +120,11 @@ class SavedTensors:
     def observe(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
-    def _hold(self, tensor: Tensor) -> _Held | _HeldParameter | _HeldWhole:
+    def _hold(self, tensor: Tensor) -> _Held | _HeldWhole:
         if isinstance(tensor, Parameter) and tensor.is_leaf:
-            return _HeldParameter(tensor)
-        if not _is_view(tensor):
             return _HeldWhole(tensor)
+        if not _is_view(tensor):
+            return _HeldWhole(tensor.detach())  # an output refers to its own node
         memory = tensor.untyped_storage()
         if memory._cdata in self._ignored:
             return _Held(tensor, Storage(memory), None)
@@ -182,6 +172,12 @@ _active: list[SavedTensors] = []
 def tracking_in_this_thread() -> AbstractContextManager[Any]:
     """Return a context manager in which the innermost active `SavedTensors` also sees what this thread saves."""
     return _active[-1]._hooks if _active else nullcontext()
+
+
+def observe() -> None:
+    """Have all active `SavedTensors` count, where `others` have more bytes than when tensors are saved or released next."""
+    for saved in _active:
+        saved.observe()
 
 
 def resize(memory: torch.UntypedStorage, num_bytes: int) -> None:

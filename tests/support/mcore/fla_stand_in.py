@@ -26,11 +26,11 @@ def keeping_inputs(function):
     @wraps(function)
     def run(*args, **kwargs):
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
-        others = {name: value for name, value in kwargs.items() if name not in names}
+        others, count = {name: value for name, value in kwargs.items() if name not in names}, len(args)
 
         def call(*tensors):
             with saved_tensors_hooks(lambda x: x, lambda x: x):  # as in a kernel, what is inside nobody sees
-                return function(*tensors[: len(args)], **others, **dict(zip(names, tensors[len(args) :], strict=True)))
+                return function(*tensors[:count], **others, **dict(zip(names, tensors[count:], strict=True)))
 
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)

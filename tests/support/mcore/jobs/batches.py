@@ -35,12 +35,17 @@ CONTEXT, VOCABULARY = 256, 95
 OPTIONS, SPLIT = "--epp-offload --epp-slices 3", "--epp-split-weight-gradient"
 LATENT = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 20 "
 LATENT += "--rope-type rope --no-rope-fusion"
+MAMBA = "--mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16 "
+MAMBA += "--spec tests.support.mcore.mamba_hybrid stack_spec"
 # By name: processes, model and flags.
 RUNS = {
     "llama": (2, "llama", ""),
     "grouped, with dropout": (2, "grouped", "--hidden-dropout 0.1"),
     "grouped in bf16, ten slices": (2, "grouped", "--bf16 --epp-slices 10"),
     "latents": (2, "llama", f"{LATENT} --epp-latents on"),
+    "windows, sinks": (2, "grouped", "--window-size 20,0 --window-attn-skip-freq 2 --softmax-type learnable"),
+    "Mamba-2": (2, "llama", f"{MAMBA} --hybrid-layer-pattern MMMM|MMMM"),
+    "Mamba-2 with attention": (2, "llama", f"{MAMBA} --hybrid-layer-pattern MM*M|*MMM"),
     "weights apart, there and back": (2, "gpt2", f"{SPLIT} --num-virtual-stages-per-pipeline-rank 2 --epp-placement v"),
 }
 
@@ -49,7 +54,9 @@ def run(folder: Path, batches: int, names: Sequence[str] = ()) -> dict[str, Any]
     common = [*flags_of(folder, 1, CONTEXT, 8), "--num-layers", "8", *shlex.split(OPTIONS)]
     from megatron_epp.mcore.iteration import base_run as schedule
     from scripts.parity.cells import MODELS
+    from tests.support.mcore import local_hybrid
 
+    local_hybrid.use_torch_norms()
     schedule.Executor = of_batches(schedule.Executor, batches)
 
     def flags(processes: int, model: str, own: str) -> list[str]:
@@ -104,6 +111,7 @@ def of_batches(executor, batches):
                         "hosted": len(caches),
                         "share": offload_share(plan),
                         "borrowed": plan.num_shared_tokens,
+                        "chunks": len(plan.chunks),
                         "offloadable": costs.offloadable_share,
                         "recompute": sorted({str(again) for row in plan.recompute for again in row}),
                     }
@@ -133,22 +141,23 @@ def plans(args, costs, run, batches):
         free = build_plan(problem, costs, options, made)
         yield "free", free
 
-        def chosen(modes, some, problem=problem, options=options, made=made):
-            """Recompute of all layers at one level, or of some at several; with copies, or with some keys and values away."""
+        def chosen(modes, some, copied, problem=problem, options=options, made=made):
+            """Recompute of all layers at one level, or of some at several; `copied`, or with some keys and values away."""
             passes = tabulate(made.chunks, problem, costs, modes).passes
             recompute_steps = [
                 [draw.randint(0, int(passes[stage].most[c])) if some else count for c in range(len(made.chunks))]
                 for stage, count in enumerate(costs.num_layers)
             ]
-            copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
-            pairs = [*product(range(len(recompute_steps)), slices_in(made.chunks, problem.lengths))] * (not problem.borrowed)
-            kv_offload = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
+            copies = with_copies(made.order, costs.offloadable_share, draw) if copied else {}
+            sequences = slices_in(made.chunks, problem.lengths, problem.borrowed)
+            pairs = [*product(range(len(recompute_steps)), sequences)]
+            kv_offload = frozenset(draw.sample(pairs, draw.randint(min(1, len(pairs)), len(pairs))) if not copied else [])
             changed = replace(made, modes=modes, recompute_steps=recompute_steps, kv_offload=kv_offload, **copies)
             return build_plan(problem, costs, options, changed)
 
-        for mode in RECOMPUTE_MODES:
-            yield f"all {mode}", chosen((mode,), False)
-        yield "some", chosen(tuple(draw.sample(RECOMPUTE_MODES, draw.randint(1, 3))), True)
+        for at, mode in enumerate(RECOMPUTE_MODES):
+            yield f"all {mode}", chosen((mode,), False, (at + number // 2) % 2 == 0)
+        yield "some", chosen(tuple(draw.sample(RECOMPUTE_MODES, draw.randint(2, 3))), True, draw.random() < 0.5)
         part = draw.uniform(0.35, 0.9)
         caps = tuple(base + int(part * (peak - base)) for base, peak in zip(static, free.predicted.peak_bytes, strict=True))
         with contextlib.suppress(InfeasibleError):
