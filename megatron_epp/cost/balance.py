@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_epp.cost.blocks import StageCosts
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.work import causal_pairs
+from megatron_epp.cost.work import tokens_and_pairs
 from megatron_epp.plan.chunk import Chunk
 
 
@@ -47,8 +47,7 @@ def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int, r
 
 def spreads(costs: PipelineCosts, chunks: Sequence[Chunk]) -> tuple[Spread, Spread]:
     """Current and balanced layers per stage for the tokens of chunks, for one stage per rank and identical layers."""
-    tokens = sum(chunk.num_tokens for chunk in chunks)
-    pairs = sum(causal_pairs(start, end) for chunk in chunks for _, start, end in chunk.segments)
+    tokens, pairs = tokens_and_pairs((start, end) for chunk in chunks for _, start, end in chunk.segments)
 
     def times_us(stage: StageCosts) -> tuple[float, float]:
         """Time of one layer and of the stage's other work, without the fixed part of a pass."""

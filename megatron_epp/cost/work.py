@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import add
 from typing import Any, NamedTuple, overload
@@ -40,10 +40,10 @@ def trained_tokens(parts: TrainedParts, length: int, start: int, end: int) -> fl
     return before(end) - before(start)
 
 
-def pairs_per_token(lengths: Sequence[int]) -> float:
-    """Mean number of query-key pairs per token of whole sequences; 0 if there are none."""
-    tokens = sum(lengths)
-    return sum(causal_pairs(0, length) for length in lengths) / tokens if tokens else 0.0
+def tokens_and_pairs(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Count the tokens, and their query-key pairs, of parts ``[start, end)`` of sequences."""
+    tokens, pairs = zip((0, 0), *((end - start, causal_pairs(start, end)) for start, end in parts), strict=True)
+    return sum(tokens), sum(pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,6 @@ class Asked(NamedTuple):
     whole: bool = False
 
 
-def _never(*asked: Any) -> bool:
-    del asked
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A row, of what a run can do, of what the planner can, or of both. Targets are ``module:function``."""
@@ -38,15 +33,15 @@ class Feature:
     name: str
     gain: str  # a figure with its command or page, or the models that need the feature
     # Reads what a user asked of a run, and imports nothing of the feature; `planned` what a planner is asked
-    wanted: Callable[[Asked], bool] = _never
-    planned: Callable[[Problem, Options], bool] = _never
+    wanted: Callable[[Asked], bool] = lambda asked: False
+    planned: Callable[[Problem, Options], bool] = lambda problem, options: False
     adopt: str = ""  # from a model chunk, flags and virtual stage; changes the chunk before data parallelism wraps it
     # From all model chunks that another program has built for a rank, and flags, of which it settles what is left open; changes
     # the chunks. A collective call of all ranks.
     built: str = ""
     # Reads a plan or a planner's problem. Of those, `choice` is from a problem to the plan that runs, `work` is of chunks
     # (`cost.work.work_of`), and `layouts` from a plan to those of its chunks (`runtime.context.chunk_layouts`).
-    batched: Callable[[Plan | Problem], bool] = _never
+    batched: Callable[[Plan | Problem], bool] = lambda batch: False
     choice: str = ""
     divisible: str = ""  # from a problem of the whole batch and a number of replicas to one that they can share
     work: str = ""
@@ -67,11 +62,6 @@ class Feature:
 
 def _by_plans(asked: Asked) -> bool:
     return asked.whole or getattr(asked.args, "epp_schedule", "stock") == "elastic"
-
-
-def _splits(args: Namespace) -> bool:
-    """Return True also for ``auto``, which is settled before documents train, and by `built` for a program's models."""
-    return getattr(args, "epp_split_weight_gradient", False) in (True, "on", "auto") and args.epp_schedule == "elastic"
 
 
 _HERE = "megatron_epp.features."
@@ -96,7 +86,8 @@ FEATURES = (
         "split weight gradients",
         "3.7 % less time: megatron-epp plan --split-weight on --model llama3-8b --cluster h100x8 --stages 4 --layout even "
         "--vocab-parallel off --lengths 32768,16384,8192,8192,4096,4096,2048,2048",
-        wanted=lambda asked: _splits(asked.args),
+        # Also for ``auto``, which is settled before documents train, and by `built` for a program's models.
+        wanted=lambda asked: _by_plans(asked) and getattr(asked.args, "epp_split_weight_gradient", "") in (True, "on", "auto"),
         adopt=f"{_HERE}split_weights.linear_layers:split_weight_gradients",
         built=f"{_HERE}split_weights.linear_layers:split_built",
         run=f"{_HERE}split_weights.linear_layers:SplitWeights",
@@ -137,6 +128,12 @@ FEATURES = (
         wanted=lambda asked: getattr(asked.args, "epp_planner", None) == "helixpipe",
         adopt="megatron_epp.contrib.helix.cut_layers:cut_layer",
         run="megatron_epp.contrib.helix.separate_attention:SeparateAttention",
+    ),
+    Feature(
+        "context groups",
+        "11 % less time than one context-parallel degree on four nodes, by formula: docs/schedules.md, flexsp",
+        wanted=lambda asked: getattr(asked.args, "epp_planner", "greedy") == "flexsp",
+        run="megatron_epp.contrib.flexsp.group_run:GroupRun",
     ),
     Feature(
         "exchange buffers",

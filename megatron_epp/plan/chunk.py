@@ -62,8 +62,8 @@ class Chunk:
         return sum(segment.end - segment.start for segment in self.segments)
 
     def padded_tokens(self, multiple: int) -> int:
-        """Tokens after padding to a multiple (what tensor, sequence and context parallelism need)."""
-        return -(-self.num_tokens // multiple) * multiple
+        """Tokens after padding to a multiple (what tensor, sequence and context parallelism need), which is never empty."""
+        return max(1, -(-self.num_tokens // multiple)) * multiple
 
     def slice_of(self, lengths: Sequence[int]) -> Segment | None:
         """Return the first of the segments that is part of a longer sequence, given the tokens of every sequence."""

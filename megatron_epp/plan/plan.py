@@ -24,7 +24,7 @@ VERSION, VERSION_WITH_BORROWED = 3, 4
 UNLIMITED_BYTES = 1 << 62
 """No memory cap."""
 
-EXTENSIONS = {"context_groups": "megatron_epp.contrib.papers.context_groups:ContextGroups"}
+EXTENSIONS = {"context_groups": "megatron_epp.contrib.flexsp.context_groups:ContextGroups"}
 """Fields of plan files, each with the type of its values as ``module:type``, which is imported when a file has the field. Its
 `from_json` reads the value, and raises `EppError`, or another error of the value's form."""
 
@@ -35,7 +35,6 @@ class Extension(Protocol):
     """Part of a plan. Two of the same content are equal."""
 
     field: ClassVar[str]  # its name in plan files
-    lacks: ClassVar[str]  # what training would need to run a plan with it; empty if it runs
 
     def faults(self, chunks: Sequence[Chunk], lengths: Sequence[int]) -> Iterator[str]:
         """Yield what is wrong with it in a plan of sequences of these lengths in tokens."""

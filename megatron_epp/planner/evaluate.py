@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.planner.kernels import timing
@@ -33,8 +32,8 @@ class Played:
     copy_start_us: Times
     copy_end_us: Times
 
-    def of(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        return np.array(self.start_us[rank]), np.array(self.end_us[rank])
+    def of(self, rank: int) -> tuple[Sequence[float], Sequence[float]]:
+        return self.start_us[rank], self.end_us[rank]
 
     @property
     def makespan_us(self) -> float:

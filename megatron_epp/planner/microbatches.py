@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from megatron_epp import planner
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.whole_microbatches import without_cache
 from megatron_epp.features import batch_target
-from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, Op, Plan
+from megatron_epp.plan import UNLIMITED_BYTES, Chunk, Op, Plan
 from megatron_epp.plan.problem import Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.fitted import fitted
@@ -52,7 +53,8 @@ def plan_as_given(microbatches: MicrobatchLengths, problem: Problem, costs: Cost
     chunks, problem = _problem_of(microbatches, replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks))
     order = orders_of(problem, options).as_given.order(chunks, tabulate(chunks, problem, costs), problem)
     if options.split_weight and costs.splits_weight:  # W right behind B: it is measured, and nothing more is kept
-        order = tuple(tuple(action for entry in row for action in _with_weight(entry)) for row in order)
+        both = [[(action, action._replace(op=Op.W))[: 1 + (action.op is Op.B)] for action in row] for row in order]
+        order = tuple(tuple(chain.from_iterable(row)) for row in both)
     decisions = fitted(order, chunks, problem, costs, options)
     return OrderedPlan(build_plan(problem, costs, options, decisions), tuple(range(len(chunks))))
 
@@ -73,10 +75,6 @@ def plan_in_order_as_given(microbatches: MicrobatchLengths, problem: Problem, co
     """Plan as `plan_in_order` does, but in 1F1B and without caps."""
     problem = replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks)
     return plan_in_order(microbatches, problem, costs, options, plain=True)
-
-
-def _with_weight(action: Action) -> tuple[Action, ...]:
-    return (action, action._replace(op=Op.W)) if action.op is Op.B else (action,)
 
 
 def _problem_of(microbatches: MicrobatchLengths, problem: Problem) -> tuple[tuple[Chunk, ...], Problem]:

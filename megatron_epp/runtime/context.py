@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_epp.features import batch_target
 from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
+from megatron_epp.runtime.attention.context_parallel import ContextParallel
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.attention.segments import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
@@ -33,6 +34,7 @@ class ChunkContext:
     loss_group: tuple[int, ...] = ()
     # The beginning of another long sequence, the chunk's last tokens, behind the end of the first; or None
     begun: SliceView | None = None
+    context_parallel: ContextParallel | None = None  # how ranks share its tokens; None if as they share those of all chunks
 
     @property
     def begun_rows(self) -> slice:
@@ -48,6 +50,12 @@ class ChunkLayout(NamedTuple):
     loss_group: tuple[int, ...] = ()
     begun: SliceView | None = None
     cache: type[SlicedKVCache] = SlicedKVCache
+    context_parallel: ContextParallel | None = None  # as in `ChunkContext`
+    share: int = 1  # tokens of a rank, as a multiple of those that it would have if all context-parallel ranks shared the chunk
+
+    @property
+    def message_tokens(self) -> int:
+        return self.table.num_tokens * self.share
 
 
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:

@@ -82,8 +82,6 @@ class Executor:
 
     def _refuse_what_cannot_run(self, actions: Sequence[Action]) -> None:
         plan, rank = self.plan, self.rank
-        if lacking := [extension.lacks for extension in plan.extensions if extension.lacks]:
-            raise RunError(f"this runtime lacks what the plan needs: {'; '.join(lacking)}")
         if missing := sorted({action.op for action in actions} - set(self._handlers)):
             remedies = dict.fromkeys(Remedy("add", setting) for op in missing if (setting := operation(op).setting))
             raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions", *remedies)
@@ -134,8 +132,7 @@ class Executor:
     def _open_slots(self) -> None:
         if self.links is None or not self._actions:
             return
-        tokens = max(map(self.plan.padded_tokens, range(len(self.plan.chunks))))
-        shape, dtype, device = next(iter(self.stages.values())).message(tokens)
+        shape, dtype, device = next(iter(self.stages.values())).message(max(layout.message_tokens for layout in self.layouts))
         if self.links.slots_on_cpu or device.type != "cpu":
             self.links.open_slots(slots_of(self.plan, self.rank, self._actions), math.prod(shape) * dtype.itemsize, device)
 
@@ -156,11 +153,11 @@ class Executor:
         if hidden is not None and not no_graph:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
-        (table, view, group, begun, cache), recompute = self.layouts[chunk], self.plan.recompute[stage][chunk]
+        (table, view, group, begun, cache, shared, _), recompute = self.layouts[chunk], self.plan.recompute[stage][chunk]
         kv_cache = self.stages[stage].kv_cache
         if cache is not type(kv_cache):
             kv_cache = kv_cache.of_kind(cache)
-        context = ChunkContext(chunk, table, kv_cache, view, recompute, no_graph, loss_group=group, begun=begun)
+        context = ChunkContext(chunk, table, kv_cache, view, recompute, no_graph, None, group, begun, shared)
         running = context.kv_cache.running(context.view, False)
         with self.recorder.action(action), running, torch.set_grad_enabled(not no_graph):
             output = self.stages[stage].forward(context, hidden)
@@ -192,7 +189,7 @@ class Executor:
         if stage == 0:
             return
         if leaf is None:  # no stage before this one trains either: it waits for a message, and does not read it
-            shape, dtype, device = self.stages[stage].message(self.plan.padded_tokens(chunk))
+            shape, dtype, device = self.stages[stage].message(self.layouts[chunk].message_tokens)
             gradient: Tensor | None = torch.zeros(shape, dtype=dtype, device=device)
         else:
             gradient = self._leaves.pop(key).gradient
@@ -217,7 +214,7 @@ class Executor:
             del self._outputs[stage, chunk]
 
     def _post_receive(self, action: Action) -> None:
-        message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
+        message = self.stages[action.stage].message(self.layouts[action.chunk].message_tokens)
         self._arriving[action] = self._connected.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
 
     # What they share.

@@ -165,18 +165,18 @@ def cases(args: Namespace) -> dict[str, Callable[[], Figures]]:
         lengths = (16384, 12000, *(min(int(length), 16384) for length in wikipedia(218, 0)))
     stages, cap_bytes = (4, 1 << 50) if args.reduced else (args.stages, int(args.cap_gb * 2**30))
     model = replace(model, loss_block_tokens=loss_block_tokens(AUTO, flags["vocab_size"], max(lengths)))
-    costs = _costs(args, model, lengths, stages)
     problem = Problem(lengths, tuple(range(stages)), (cap_bytes,) * stages)
+    costs = _costs(args, model, problem)
     print(f"{len(lengths):,} sequences, {sum(lengths):,} tokens, {stages} stages, cap {format_bytes(cap_bytes)}", flush=True)
     shared, ways = (model, costs, problem, time.monotonic() + args.seconds), args.ways or (REDUCED if args.reduced else WAYS)
     return {way: partial(planned, args, way, *shared) for way in ways}
 
 
-def _costs(args: Namespace, model: Model, lengths: Sequence[int], stages: int) -> PipelineCosts:
-    flags = {**model.flags, "bf16": True, "seq_length": max(lengths)}
+def _costs(args: Namespace, model: Model, problem: Problem) -> PipelineCosts:
+    flags = {**model.flags, "bf16": True, "seq_length": max(problem.lengths)}
     shape = replace(shape_of(flags), loss_block_tokens=model.loss_block_tokens)
     profile = load_costs(args.costs) if args.costs else analytic_profile(shape, load_cluster("h100x8").rates)
-    layers = balanced_layers(profile, shape.num_layers, stages, lengths)
+    layers = balanced_layers(profile, shape.num_layers, problem.num_stages, [problem])
     costs = profile.costs(layers, state_bytes_per_parameter=STATE_BYTES)
     return on_device(costs) if model.device.type == "cuda" else costs  # on a CPU kept tensors are counted alone
 

@@ -27,7 +27,7 @@ from megatron_epp.cost.output_layer import PASS_US
 from megatron_epp.plan import InfeasibleError, Op, Plan
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement, placements_of
-from megatron_epp.planner import Options, Problem
+from megatron_epp.plan.problem import Lengths, Options, Problem
 from megatron_epp.tools.formulas import Profile, analytic_profile
 from megatron_epp.tools.formulas.library import balanced_layers, load_cluster
 from megatron_epp.tools.layouts.layout_choice import MIN_GAIN_OF_SEVERAL_SHARE, Sample, choose, settle
@@ -78,7 +78,7 @@ class Run(Case):
 
     @property
     def balanced(self) -> Layout:
-        layers = balanced_layers(self.profile, self.shape.num_layers, self.stages, self.other_lengths)
+        layers = balanced_layers(self.profile, self.shape.num_layers, self.stages, [Lengths(self.other_lengths)])
         return Layout(layers, Placement("looped", self.stages, 1))
 
     def planned(self, layout: Layout, *, splits_weight: bool = False) -> Plan | None:

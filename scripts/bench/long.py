@@ -15,7 +15,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.optimizer import OptimizerBytes
 from megatron_epp.plan import Plan
 from megatron_epp.plan.kv_offload import host_peak_bytes
-from megatron_epp.planner import Options, Problem
+from megatron_epp.plan.problem import Lengths, Options, Problem
 from megatron_epp.tools.formulas import analytic_profile, on_device
 from megatron_epp.tools.formulas.library import balanced_layers, load_cluster, load_flags, shape_of
 from scripts.bench.frame import Bench, Figures
@@ -37,7 +37,7 @@ VARIANTS = {
 def costs_of(stages: int, tokens: int) -> PipelineCosts:
     shape = shape_of(load_flags(MODEL) | {"tensor_model_parallel_size": 1, "seq_length": tokens})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
-    layers = balanced_layers(profile, shape.num_layers, stages, (tokens,))
+    layers = balanced_layers(profile, shape.num_layers, stages, [Lengths((tokens,))])
     optimizer = OptimizerBytes.of_flags({"data_parallel_size": REPLICAS}, profile.weight_bytes)
     return on_device(profile.costs(layers, optimizer=optimizer))
 

@@ -130,8 +130,8 @@ class Ways:
     def __init__(self, batch: Batch) -> None:
         self.shape = shape_of(load_flags("llama3-8b") | {"seq_length": max(batch.lengths)})
         self.profile = analytic_profile(self.shape, H100_NODE)
-        self.costs = self.profile.costs(balanced_layers(self.profile, self.shape.num_layers, GPUS, batch.lengths))
         self.separate = Problem(tuple(batch.lengths), tuple(range(GPUS)), (CAP_BYTES,) * GPUS)
+        self.costs = self.profile.costs(balanced_layers(self.profile, self.shape.num_layers, GPUS, [self.separate]))
         shares = any(count for _, count in batch.borrowed)
         self.trees = replace(self.separate, borrowed=tuple(batch.borrowed)) if shares else self.separate
 

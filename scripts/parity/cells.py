@@ -131,8 +131,7 @@ class Case:
     @property
     def loads(self) -> bool:
         """Stock places stages elsewhere, and so would begin with other weights: it saves them for the run with plans."""
-        moves = "--epp-layout" in self.plan or "helixpipe" in self.plan or self.cell.placement != self.stock.placement
-        return self.alone or moves
+        return self.alone or self.cell.placement != self.stock.placement or "layout" in self.plan or "helix" in self.plan
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:
         own = shlex.split(f"{MODELS[self.model]} {self.both}")

@@ -1,25 +1,32 @@
-"""FlexSP: groups of context-parallel ranks by chunk are planned, proven and simulated, and their faults are found."""
+"""FlexSP: groups of context-parallel ranks by chunk are planned, proven, simulated and trained, and their faults are found."""
 
+import functools
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_epp.contrib.papers import context_groups
-from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
-from megatron_epp.contrib.papers.flexsp import flexsp
-from megatron_epp.contrib.papers.group_costs import GroupCosts
+from megatron_epp.contrib.flexsp import context_groups
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups, Group
+from megatron_epp.contrib.flexsp.degrees import flexsp
+from megatron_epp.contrib.flexsp.group_costs import GroupCosts
 from megatron_epp.plan import Chunk, InfeasibleError, Plan, PlanError, Segment
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.proof import check
 from megatron_epp.plan.proof.deadlock import blocked
-from megatron_epp.plan.serialize import from_json, to_json
+from megatron_epp.plan.serialize import from_json, load, to_json
 from megatron_epp.plan.simulation import simulate
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.tools.formulas import H100, analytic_profile
+from megatron_epp.tools.formulas import CPU, H100, analytic_profile
 from megatron_epp.tools.formulas.library import load_flags, shape_of
+from scripts.parity.cells import OPTIMIZERS
+from tests.support.mcore.matrix import FOLDER, Matrix, Row, case, cell_of, parameters
+from tests.support.mcore.parity_figures import Figures
 
 LENGTHS = (16000, 9000, 4000, *(2000,) * 6, *(500,) * 12)
 RANKS = 16
@@ -107,6 +114,7 @@ FAULTS: dict[str, tuple[Callable[[tuple[int, ...]], list[Group]], int | None]] =
         None,
     ),
     "ranks 8 to 23 is not within the 16 context-parallel ranks": (lambda every: [Group(8, 16, every)], None),
+    "ranks 4 to 11 is none that runs have: of 1, 2, 4, ... ranks": (lambda every: [Group(4, 8, every)], None),
     "sequence 0 is in no group": (lambda every: [Group(0, RANKS, every[1:])], None),
     "sequence 0 is in the group of ranks 0 to 7 and in": (lambda every: [Group(0, 8, every), Group(8, 8, every[:1])], 16000),
 }
@@ -156,3 +164,58 @@ def test_exchanges_between_nodes_take_longer_than_inside_one():
     assert inside[0] == across[0] == 0.0
     assert (inside[:4] == across[:4]).all()
     assert across[4] > 2 * inside[4]
+
+
+def write_costs(exchange_bytes: float, folder: Path, **sizes: int) -> None:
+    """Write costs of a tiny model by which ranks exchange this many bytes in a second."""
+    flags = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 95} | sizes
+    (folder / "costs.json").write_text(analytic_profile(shape_of(flags), replace(CPU, exchange_bytes=exchange_bytes)).to_json())
+
+
+def check_trained(ranks: int, wanted: set[tuple[int, ...]], figures: Figures, folder: Path) -> None:
+    """Both iterations have chunks with groups of these degrees, 0 for a rank in none, and memory is as planned or less."""
+    del figures
+    found = set[tuple[int, ...]]()
+    for number in (1, 2):
+        divided = groups_of(load(folder / "report" / f"plan-{number}.json"))
+        for groups in divided.of_chunk:
+            degrees = {group.degree for group in groups}
+            found.add((*([0] if sum(group.degree for group in groups) < ranks else []), *sorted(degrees)))
+    assert wanted <= found
+    lines = [json.loads(line) for line in (folder / "report" / "iterations.jsonl").read_text().splitlines()]
+    for line in lines:
+        for planned, measured in zip(line["planned_peak_activation_bytes"], line["peak_activation_bytes"], strict=True):
+            assert 0 < measured <= planned
+
+
+def trained(cell: str, exchange_bytes: float, *wanted: tuple[int, ...], more: str = "", **how: Any) -> Row:
+    ranks = cell_of(cell)
+    sizes = {"tensor_model_parallel_size": ranks.tp, "context_parallel_size": ranks.cp, "sequence_parallel": ranks.sp}
+    plan = f"--epp-planner flexsp --epp-costs {FOLDER}/costs.json {more} "
+    plan += f"--epp-report-dir {FOLDER}/report --epp-trace 1 2 --epp-measure-memory"
+    return Row(
+        name=f"{cell}, degrees {', '.join(map(str, wanted))}",
+        case=case(cell, plan, how.pop("model", "llama"), optimizer=how.pop("optimizer", "")),
+        check=functools.partial(check_trained, ranks.cp, {*wanted}),
+        prepare=functools.partial(write_costs, exchange_bytes, **sizes),
+        **how,
+    )
+
+
+ROWS = [
+    trained("cp4", 2e8, (1,), (1, 2)),
+    trained("cp2 pp2", 3e8, (1,), (2,), more="--epp-recompute 1", model="grouped"),
+    trained("cp2 pp2", 3e7, (1,), (0, 1), model="gpt2"),
+    trained("tp2 sp cp2", 3e8, (1,), is_slow=True),
+    trained("cp2 dp2", 3e8, (1,), model="learned", optimizer=OPTIMIZERS["overlapped"], is_slow=True),
+]
+
+
+@pytest.fixture(scope="module")
+def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix.of(request, tmp_path_factory)
+
+
+@pytest.mark.parametrize("row", parameters(ROWS))
+def test_it_trains_as_the_stock_schedule_does(matrix: Matrix, row: Row) -> None:
+    matrix.check(row)

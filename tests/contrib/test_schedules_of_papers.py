@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
+from megatron_epp.contrib.flexsp.context_groups import groups_of
+from megatron_epp.contrib.flexsp.group_costs import GroupCosts
 from megatron_epp.contrib.papers.chunkflow import recompute_all_but_last
-from megatron_epp.contrib.papers.context_groups import groups_of
-from megatron_epp.contrib.papers.group_costs import GroupCosts
 from megatron_epp.cost.blocks import HEAD, LAYER
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime, causal_pairs

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.features.offload.activations import ActivationOffload
 from megatron_epp.features.offload.copy_handlers import offload_handlers
 from megatron_epp.features.offload.host import HostMemory
@@ -48,12 +47,6 @@ def faulty(plan, fault):
     return stages
 
 
-def with_groups(plan):
-    every = tuple(range(len(plan.chunks[0].segments)))
-    groups = ContextGroups(2, ((Group(0, 2, every),),) * len(plan.chunks), (plan.num_tokens,) * len(plan.chunks))
-    return replace(plan, extensions=(groups,))
-
-
 def with_action(plan, op, at):
     row = plan.ranks[0]
     return replace(plan, ranks=((*row[:at], Step(Action(op, 0, 1), 0.0, 0, 0), *row[at:]),))
@@ -71,7 +64,6 @@ ELSEWHERE = r"places stages \[0\] on pipeline rank 0, which has stages"
         (two_ranks(), {0: None}, "over 2 ranks needs links"),
         (offloading_kv(one_rank()), stages_of(one_rank()), "add offload"),
         (offloading(one_rank(), 0.5), {0: None}, "add offload"),
-        (with_groups(one_rank()), {0: None}, "lacks what the plan needs: groups of context-parallel ranks: it shares"),
         (with_action(one_rank(), Op.R, 3), {0: None}, "no handler for the plan's R actions$"),
         (with_action(one_rank(), Op.W, 6), {0: None}, "no handler for the plan's W actions; add split_weight"),
     ],

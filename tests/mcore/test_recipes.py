@@ -15,6 +15,7 @@ from megatron_epp.launch.yaml_settings import load_settings
 from megatron_epp.mcore import entry
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import EppError
+from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.tools.advice.advice_text import recipe_text
 from megatron_epp.tools.advice.question import Configuration, Question
 from megatron_epp.tools.cli.main import main
@@ -102,6 +103,17 @@ def test_a_recipe_of_advice_parses_and_has_the_layers_of_its_stages(parser, conf
     else:
         stages = PipelineParallelLayerLayout.parse_str_to_list(args.pipeline_model_parallel_layout)
         assert tuple(stage.count(LayerType.decoder) for stage in stages) == config.layers
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", None], ids=["shipped model", "own model"])
+def test_a_recipe_for_sequences_that_begin_alike_trains_on_samples_and_says_how_they_share(parser, model, tmp_path):
+    borrowed = (NOTHING_BORROWED, *(Borrowed(0, 250),) * 3)
+    asked = Question(load_flags("llama3-8b"), load_cluster("h100x8"), 8, 72 << 30, (300,) * 4, 8192, borrowed=borrowed)
+    (recipe := tmp_path / "recipe.yaml").write_text(text := recipe_text(asked, Configuration(2, 1, 4, 1), model, "300"))
+    args = parsed(parser, recipe)
+    assert (args.epp_samples, args.data_path, args.epp_share_prefixes) == (["samples.jsonl"], None, "auto")
+    said = " ".join(text.replace("\n# ", " ").split())
+    assert "documents without masks share none. A run draws samples one by one" in said
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.planner import Decisions
 from megatron_epp.tools.advice.advice_text import as_json, as_text, why_slower
 from megatron_epp.tools.advice.causes import CAUSES, Gain, Stock
@@ -140,6 +141,16 @@ def test_what_fits_only_with_a_cause_has_no_factor_and_the_gain_is_over_the_firs
     nothing = Gain((math.inf,) * 4 + (1000.0, 1000.0))
     assert re.search(r"slices.* fits only so\n", "\n".join(nothing.lines()))
     assert math.isinf(nothing.over_megatron)
+
+
+def test_tokens_in_common_count_for_each_sequence_in_speed_and_trees_are_what_replicas_wait_for():
+    tree = replace(QUESTION, lengths=(40, 40, 40, 40), borrowed=(NOTHING_BORROWED, *(Borrowed(0, 30),) * 2, NOTHING_BORROWED))
+    text = words(as_text(Advice(tree, (BEST,), (entry(waiting_us=400.0),), (), None, GAIN), 1, everything=False))
+    assert "160 tokens (60 of them in common with others)" in text
+    assert "Tokens per second count what sequences have in common for each of them." in text
+    assert " 160,000 " in text
+    assert "2 replicas wait for the slowest for 33% of a step (best: 6%), on which sequences that begin alike stay" in text
+    assert "in common" not in as_text(advice(), 1, everything=False)
 
 
 def test_json_has_the_same_figures():

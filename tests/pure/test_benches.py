@@ -4,8 +4,10 @@ import importlib
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,8 +15,12 @@ from typing import Any
 import pytest
 
 from megatron_epp.cost.work import LinearTime
+from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.planners import PLANNERS
+from megatron_epp.plan.simulation import play
+from megatron_epp.planner import Options, plan
 from scripts.bench.frame import Bench
+from scripts.bench.noise import Ahead
 from scripts.bench.orders import random_batches
 from scripts.bench.orders.orders import CASES, ORDERS, TIE
 from scripts.bench.orders.page import CLAIMS, claims
@@ -25,11 +31,13 @@ from scripts.bench.public.rows import ROWS
 from scripts.bench.public.steps import LARGE, question_of, rows_of
 from scripts.bench.public.steps import compared as step_of
 from scripts.bench.public.steps import planned as plan_of
+from scripts.bench.rivals.packing_rules import dp_balanced, dynamic_context
 from scripts.bench.rl.rules import decreasing, padded
 from scripts.bench.small_cases import BENCH as SMALL_CASES
 from scripts.bench.small_cases import MOST_ACTIONS
 from scripts.figures import Row, compared
 from tests.support import ROOT
+from tests.support.plan.planner_cases import least_cap_bytes, pipeline, problem
 from tests.support.seeds import some_by_default
 
 Rows = list[dict[str, Any]]
@@ -57,12 +65,19 @@ def check_prefixes(rows: Rows) -> None:
     assert keys == [[5000, 3000], [8000, 6000]]
 
 
+def check_rivals(rows: Rows) -> None:
+    (row,) = rows
+    assert row["any degree"]["us"] <= min(row[way]["us"] for way in ("dp_balanced", "dynamic CP", "verl", "slime", "NeMo-RL"))
+    assert row["plans"]["us"] <= 1.005 * row["Megatron"]["us"] <= 1.005 * row["verl"]["us"]
+
+
 BENCHES: dict[str, tuple[str, Callable[[Rows], None] | None]] = {
     "orders.orders": ("--reduced", check_orders), "rl.__main__": ("--reduced", check_rl),
     "exact": ("--ranks 3 --limit-s 20", None), "orders.groups": ("--reduced", None), "defaults": ("--reduced", None),
     "lockstep": ("--reduced", None), "long": ("--stages 4 --cap-gb 20 --contexts 32 64", None), "memory": ("--reduced", None),
     "planner.__main__": ("--reduced --jobs 1", None),
-    "prefixes": ("--only two --heads 2 --kv-heads 1 --runs 1", check_prefixes),
+    "prefixes": ("--only two --heads 2 --kv-heads 1 --runs 1", check_prefixes), "noise": ("--only equal", None),
+    "rivals.__main__": ("--only ' 4 GPUs'", check_rivals),
 }  # fmt: skip
 """Arguments of each, and what its figures must be; what plans of the others are is tested with their planners."""
 
@@ -73,7 +88,7 @@ def test_a_benchmark_runs_in_its_reduced_form_and_prints_its_report(
 ) -> None:
     arguments, check = BENCHES[name]
     bench: Bench[Any] = importlib.import_module(f"scripts.bench.{name}").BENCH
-    assert bench.main([*arguments.split(), "--json", str(tmp_path / "report.json")]) == 0
+    assert bench.main([*shlex.split(arguments), "--json", str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["machine"] in (printed := capsys.readouterr().out)
     assert printed.count("\n| ") >= 2 + len(report["rows"])
@@ -138,7 +153,7 @@ def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
 def test_the_table_of_plans_has_every_case_and_order():
     """Their figures take long, so only names are looked at."""
     page = PAGE.read_text()
-    planned = page[page.index("## On three batches") : page.index("## Planned, not run")]
+    planned = page[page.index("## On three batches") : page.index("## HelixPipe")]
     (makespans,) = re.findall(r"(?m)(?:^\|.*\n)+", planned)
     cases = [f"{case.name}, {case.cap_gib} GiB" for case in CASES]
     assert makespans.splitlines()[0] == "| " + " | ".join(["schedule", *cases]) + " |"
@@ -238,3 +253,38 @@ def test_replicas_that_share_experts_wait_for_the_longest_of_their_microbatches(
 def test_rules_fill_microbatches_up_to_the_budget_or_pad_every_sequence_to_it():
     assert decreasing([3, 7, 2, 5], 9) == [[7, 2], [5, 3]]
     assert padded([3, 9], 9) == [[3, 6], [9]]
+
+
+LENGTHS = [120, 900, 30, 450, 16, 4000, 700, 64, 2100, 320]
+
+
+@pytest.mark.parametrize("rank_tokens", [500, 700, 4000])
+def test_teams_of_dynamic_context_parallelism_use_all_ranks_and_have_room_for_their_sequences(rank_tokens):
+    microbatches = dynamic_context(LENGTHS, 8, rank_tokens)
+    assert sorted(q for teams in microbatches for team in teams for q in team.sequences) == [*range(len(LENGTHS))]
+    for teams in microbatches:
+        assert sum(team.degree for team in teams) == 8
+        assert all(sum(LENGTHS[q] for q in team.sequences) <= team.degree * rank_tokens for team in teams)
+
+
+def test_dp_balanced_fills_rows_in_the_order_of_the_data_and_gives_each_replica_as_many():
+    assert dp_balanced([3, 7, 2, 5, 1], 9, 2) == [[[3], [5]], [[7, 2], [1]]]
+    assert dp_balanced([3, 6, 2, 5, 1], 9, 2) == [[[3, 6]], [[2, 5, 1]]]
+    assert dp_balanced([4, 2], 9, 4) is None
+
+
+@pytest.mark.parametrize("ahead", [0, 64])
+def test_a_rank_that_runs_ready_passes_ahead_keeps_its_cap_and_none_ahead_is_the_simulated_order(ahead):
+    asked, costs = problem((900, 400, 300, 200, 100, 60, 30), 4), pipeline(4, 2)
+    made = plan(replace(asked, cap_bytes=(least_cap_bytes(asked, costs, Options()) * 103 // 100,) * 4), costs)
+    graph = build_graph(made)
+    noisy = replace(graph, columns=replace(graph.columns, time_us=graph.columns.time_us[::-1].copy()))
+    ran = Ahead(noisy, made, ahead)
+    makespan_us, order = ran.run(), ran.order
+    if not ahead:
+        assert makespan_us == pytest.approx(max(play(noisy).end_us))
+        assert order == [[*numbers] for numbers in graph.tracks[:4]]
+    for numbers, static, cap in zip(order, made.static_bytes, made.cap_bytes, strict=True):
+        live = [0, *accumulate((graph.columns.alloc_bytes - graph.columns.free_bytes)[numbers].tolist())]
+        peaks = [before + int(graph.columns.alloc_bytes[number]) for before, number in zip(live, numbers, strict=False)]
+        assert static + max(peaks) <= cap

@@ -28,7 +28,7 @@ PROGRAMS = {
     "command line": (("tools.cli.main",), 1_925),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 61_158, "megatron_epp/contrib": 6_382, "tests": 53_256, "scripts": 10_620}
+FOLDERS = {"megatron_epp": 61_297, "megatron_epp/contrib": 6_498, "tests": 53_404, "scripts": 11_292}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from megatron_epp.cost.balance import spreads
 from megatron_epp.cost.kept import FILE_NAME, KeptCosts, from_state, to_state
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.whole_microbatches import of_whole_microbatches
-from megatron_epp.plan import EppError
+from megatron_epp.plan import Chunk, EppError, Segment
+from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.plan.layout import even_layers
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.plan.yaml_files import find, shipped
+from megatron_epp.planner.chunks.chunker import own_parts
 from megatron_epp.tools.formulas import CPU, H100, ModelShape, Profile, analytic_costs, analytic_profile
 from megatron_epp.tools.formulas.huggingface import flags_of_config
 from megatron_epp.tools.formulas.library import balanced_layers, check_formulas, load_cluster, load_costs, load_flags, shape_of
@@ -209,9 +213,17 @@ def test_layers_are_spread_to_the_last_one(layers: int, stages: int):
 
 def test_the_longer_the_sequences_the_more_layers_the_last_stage_has():
     """Attention makes layers take longer, the vocabulary's work stays."""
-    last = [balanced_layers(LLAMA, 32, 8, (tokens,))[-1] for tokens in (1, 1 << 15, 1 << 17, 1 << 20)]
+    last = [balanced_layers(LLAMA, 32, 8, [Lengths((tokens,))])[-1] for tokens in (1, 1 << 15, 1 << 17, 1 << 20)]
     assert last == sorted(last)
     assert last[0] == balanced_layers(LLAMA, 32, 8)[-1] < last[-1] == 4
+
+
+def test_layers_are_balanced_for_what_chunks_run_of_sequences_that_begin_alike():
+    tree = Lengths((48_000,) * 64, borrowed=(NOTHING_BORROWED, *(Borrowed(0, 47_000),) * 63))
+    chunks = [Chunk((Segment(q, start, end),)) for q, (start, end) in enumerate(own_parts(tree))]
+    layers, (_, asked) = balanced_layers(LLAMA, 32, 8, [tree]), spreads(LLAMA.costs(even_layers(32, 8)), chunks)
+    assert layers == asked.layers
+    assert layers != balanced_layers(LLAMA, 32, 8, [Lengths(tree.lengths)])
 
 
 def test_more_stages_than_layers_are_refused():

@@ -15,6 +15,7 @@ from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan import Chunk, EppError, Segment
 from megatron_epp.plan.layout import layout_flag
 from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
 from megatron_epp.tools.cli.measure_profile import fit_profile
 from megatron_epp.tools.formulas import CPU, H100, H100_NODE, ModelPart, ModelShape, Profile, analytic_profile, on_device
@@ -233,7 +234,7 @@ def test_with_two_stages_on_every_rank_ranks_are_balanced_and_plans_are_faster(k
     placement, lengths = Placement(kind, 8, 2), 8 * SHORT  # many, so that few ranks wait for anything but the busiest
     problem = Problem(lengths, placement.rank_of, (UNLIMITED_BYTES,) * 8)
     of_stages, of_ranks = (
-        plan(problem, costs(balanced_layers(OF_FOUR, 32, 16, lengths, rank_of))).predicted.makespan_us
+        plan(problem, costs(balanced_layers(OF_FOUR, 32, 16, [Lengths(lengths)], rank_of))).predicted.makespan_us
         for rank_of in ((), placement.rank_of)
     )
     assert of_ranks < 0.96 * of_stages

@@ -27,12 +27,12 @@ LAYERS = (
 )
 """From the lowest to the highest. Packages of one layer do not import each other, and none imports `contrib`."""
 PURE = ("plan", "cost", "port", "planner", "tools.report", "tools.formulas", "tools.layouts", "tools.advice")
-OF_MEGATRON = ("contrib.overlap.exchanges", "features.")
+OF_MEGATRON = ("contrib.overlap.exchanges", "contrib.flexsp.group_run", "features.")
 """Beginnings of the names of modules outside `mcore` that import Megatron."""
 SPLITS = ("features.split_weights.split_orders", "features.split_weights.split")
 SHARDS = ("features.vocabulary.vocabulary_order", "features.vocabulary.shard_insertion")
 PURE_FEATURES = ("features.copies", "features.local_search", "features.stages", *SHARDS, *SPLITS)
-PURE_CONTRIB = ("contrib.papers", "contrib.exact", "contrib.foreign")
+PURE_CONTRIB = ("contrib.papers", "contrib.exact", "contrib.foreign", "contrib.flexsp.degrees", "contrib.flexsp.group_costs")
 
 
 def modules() -> dict[str, Path]:

@@ -14,7 +14,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.plan.proof.plan_tables import check_borrowed
 from megatron_epp.plan.serialize import load
-from megatron_epp.planner import UNLIMITED_BYTES
+from megatron_epp.planner import UNLIMITED_BYTES, result
 from megatron_epp.tools.cli.advise import question_of
 from megatron_epp.tools.cli.main import main
 from tests.pure.test_advise import parsed
@@ -201,3 +201,10 @@ def test_advice_plans_trees_whole_and_its_plan_can_be_made_again(tmp_path, capsy
     path = tmp_path / "again.json"
     assert main([*again, "-o", str(path)]) == 0
     assert load(path).num_shared_tokens > 0
+
+
+def test_a_command_plans_no_batch_twice_to_choose_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, made = [], result.plan_alone
+    monkeypatch.setattr(result, "plan_alone", lambda *own: asked.append(own[:3]) or made(*own))
+    assert main(["plan", "--lengths", "6100,5500@0:4000,700", "--stages", "2", "--layout", "auto"]) == 0
+    assert len(asked) == len(set(asked)) > 1

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups, Group
 from megatron_epp.contrib.helix.attention_operations import INPUTS
-from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
 from megatron_epp.plan import KVOffload, Op, PlanError, Prediction
 from megatron_epp.plan.chunk import Borrowed
 from megatron_epp.plan.document import digest

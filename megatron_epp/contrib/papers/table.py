@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from megatron_epp.contrib.flexsp.degrees import flexsp
 from megatron_epp.contrib.helix.helixpipe import HelixOrder, helixpipe
 from megatron_epp.contrib.papers.breadth_first import breadth_first
 from megatron_epp.contrib.papers.chronos import chronos, longest_lived_first
@@ -13,7 +14,6 @@ from megatron_epp.contrib.papers.copies import copied
 from megatron_epp.contrib.papers.dualpipe_v import dualpipe_v
 from megatron_epp.contrib.papers.dynapipe import cyclic, sorted_microbatches
 from megatron_epp.contrib.papers.fixed_order import FixedOrder
-from megatron_epp.contrib.papers.flexsp import flexsp
 from megatron_epp.contrib.papers.gpipe import gpipe
 from megatron_epp.contrib.papers.hanayo import hanayo
 from megatron_epp.contrib.papers.infinipipe.planner import infinipipe
@@ -107,7 +107,7 @@ PLANNERS: dict[str, PlannerEntry] = {
         "a context-parallel degree for every sequence, the slowest group as fast as possible",
         "2412.01523",
         has_own_size=True,
-        lacks="groups of context-parallel ranks that change with every chunk",
+        problems="megatron_epp.contrib.flexsp:problems",
     ),
     "infinipipe": PlannerEntry(
         infinipipe, "slices of equal time, recompute by integer programs", "2509.21275", has_own_size=True

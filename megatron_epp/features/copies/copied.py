@@ -14,6 +14,7 @@ from megatron_epp.plan import Action, Chunk
 from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
 from megatron_epp.plan.problem import Problem
 from megatron_epp.planner import settings
+from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.candidates import Candidate, Candidates, codes_of
 from megatron_epp.planner.chunks.in_runs import Aligned
 from megatron_epp.planner.decisions import Decisions
@@ -50,8 +51,10 @@ def with_copies(candidates: Candidates, best: Candidate, fastest: Candidate) -> 
         opening = candidates.opening(recipe, best, NEAR_RATIO * best.makespan_us)
         is_near = opening is not None and opening.makespan_us < NEAR_RATIO * best.makespan_us
         if opening is not None and (is_near or not best.fits):
-            others = () if best.fits else map(candidates.of, (recipe._replace(grain=grain) for grain in COPIES_GRAINS))
-            other = min((opening, *(candidate for candidate in others if candidate is not None)), key=attrgetter("key"))
+            other = opening
+            for grain in () if best.fits else COPIES_GRAINS:
+                tried = candidates.of(recipe._replace(grain=grain), other.makespan_us)
+                other = min(other, tried or other, key=attrgetter("key"))
             other = descend(candidates, other, candidates.orders.with_copies) if other.fits else other
             best = min(best, other, key=attrgetter("key"))
     if best.recipe.copies != "none" and best.makespan_us > LEADS_RATIO * fastest.makespan_us:
@@ -107,10 +110,12 @@ class _Copying:
 
     def both(self, away: tuple[Decisions, ...], tables: Sequence[Tables], room: list[list[int]]) -> Candidate:
         """Copy activations besides keys and values, with the link no slower for these than the copies make it."""
-        pairs = tuple(decisions.kv_offload for decisions in away)
+        pairs, best = tuple(decisions.kv_offload for decisions in away), self.unfitted
         for sharing in SHARINGS:
             own = tuple(replace(decisions, kv_sharing=sharing) for decisions in away)
             own_tables = self.candidates.replicas.kv_offload(tables, self.unfitted.table, pairs, sharing)
+            if max(lower_bound_us(of, options=self.candidates.options) for of in own_tables) >= self.limit_us:
+                break  # streams for too long, whatever is copied besides
             best = min(self.activations(own, own_tables, room), key=attrgetter("key"), default=self.unfitted)
             every = zip(best.decisions, own_tables, strict=best.fits)
             if all(leaves_link(timed(decisions.as_offload, of), of, best.makespan_us, sharing) for decisions, of in every):

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_epp.cost.kv_costs import CopyTime, KVBytes, KVOffloadCosts
 from megatron_epp.cost.work import BoolColumn, ChunkWork, IntColumn, Sizes, TimeColumn, work_of
-from megatron_epp.features.cascade.common_rows import Reads, common_rows
+from megatron_epp.features.cascade.common_rows import common_rows
 from megatron_epp.features.trees.readers import groups_of, reads_of
 from megatron_epp.features.trees.state_cuts import Part, cut_chunks
 from megatron_epp.plan import Chunk, Plan, Segment
@@ -130,16 +130,6 @@ def _host_costs(
     )
 
 
-def _placed(chunks: Sequence[Chunk], reads: Reads, sequences: Collection[int]) -> tuple[IntColumn, IntColumn]:
-    there = {part for parts in reads.values() for part, _ in parts if part.sequence in sequences}
-    rows = zip_longest(*([part.num_tokens if part in there else 0 for part in chunk.segments] for chunk in chunks), fillvalue=0)
-    read = []
-    for chunk in chunks:
-        others = {part for segment in chunk.segments for part, _ in reads[segment]}.difference(chunk.segments)
-        read.append(sum(part.num_tokens for part in others & there))
-    return np.array([*rows], dtype=np.int64), np.array(read, dtype=np.int64)
-
-
 def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) -> TreeWork:
     """Derive the work of every chunk; `facts` are the arguments of `cost.work.work_of` behind its chunks."""
     plain, reads = work_of(chunks, *facts), reads_of(chunks, batch.borrowed)
@@ -152,6 +142,13 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
     nothing = Segment(-1, 0, 0)
     rows = [*zip_longest(*(chunk.segments for chunk in chunks), fillvalue=nothing)]
     segments = np.array([[segment.num_tokens for segment in row] for row in rows], dtype=np.int64)
+    holders = np.array([[segment.sequence for segment in row] for row in rows], dtype=np.int64)
+    is_read = np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64)
+    lent, read_by = segments * is_read, [[0] * len(chunks) for _ in batch.lengths]  # tokens that chunks read of a sequence
+    for c, chunk in enumerate(chunks):
+        for part in {part for segment in chunk.segments for part, _ in reads[segment]}.difference(chunk.segments):
+            read_by[part.sequence][c] += part.num_tokens
+    read = np.array(read_by, dtype=np.int64)
     segments[0] += padding
     columns = {field.name: getattr(plain, field.name) for field in fields(ChunkWork)} | {
         "sliced": every,
@@ -169,8 +166,8 @@ def work_of_tree(chunks: Sequence[Chunk], batch: Plan | Problem, *facts: Any) ->
         last_reader=np.array([[last.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         first_backward=np.array([[first.get(segment, c) for c, segment in enumerate(row)] for row in rows], dtype=np.int64),
         states=cache(partial(_states_of, chunks, batch.borrowed)),
-        placed=partial(_placed, chunks, reads),
+        placed=lambda sequences: (lent * np.isin(holders, [*sequences]), read[[*sequences]].sum(axis=0)),
         offloaded=0 * segments,
-        is_read=np.array([[int(segment in readers) for segment in row] for row in rows], dtype=np.int64),
+        is_read=is_read,
         repeated=np.array([sum(rows.saved for rows in common_rows(c.segments, reads)) for c in chunks], dtype=np.int64),
     )

@@ -133,7 +133,7 @@ class RelayAttention(torch.nn.Module):
             )
         query, key, value = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         number = self.number + self.stride * (packed_seq_params.ahead.depth - 1) if self.stride else self.number
-        options = context, number, self.scale, self.context_parallel, self.preference
+        options = context, number, self.scale, context.context_parallel or self.context_parallel, self.preference
         # Latents know neither: such a model is refused (`kinds.KINDS`).
         more = {"sinks": self.softmax_offset} if self.has_sinks else {}
         more |= {} if self.window is None else {"window": self.window}

@@ -70,8 +70,8 @@ def _turns(
     """
     if not isinstance(length, ChunkParams):
         return original(length, *args, **kwargs)
-    table = length.context.table
-    pieces = table.part(context_parallel.shard(table.num_tokens))
+    table, shared = length.context.table, length.context.context_parallel or context_parallel
+    pieces = table.part(shared.shard(table.num_tokens))
     parts, more = zip(*(angles.of(piece.start, piece.num_tokens) for piece in pieces), strict=True)
     whole = torch.cat(parts) if by_row else torch.cat(parts)[:, 0]
     return (whole, *more[0]) if more[0] else whole  # YaRN returns a scale too

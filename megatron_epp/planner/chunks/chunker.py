@@ -10,9 +10,9 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_epp.cost.model import Costs
-from megatron_epp.cost.work import IntColumn, LinearTime, TimeColumn, causal_pairs, span_work
+from megatron_epp.cost.work import IntColumn, LinearTime, TimeColumn, causal_pairs, span_work, tokens_and_pairs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.plan.problem import Problem, Spans
+from megatron_epp.plan.problem import Lengths, Problem, Spans
 from megatron_epp.plan.spans import allowed_cuts
 
 MOST_CHUNKS = 1024
@@ -34,7 +34,7 @@ class Chunker:
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:
-        tokens, pairs = tokens_and_pairs(problem)
+        tokens, pairs = tokens_and_pairs(own_parts(problem))
         slowest, span_us = slowest_line(problem, costs)
         token_us, pair_us = max(0.0, slowest.per_token_us), max(0.0, slowest.per_pair_us)
         line = LinearTime(0.0, token_us, pair_us, per_read_us=slowest.per_read_us)
@@ -102,7 +102,7 @@ def _cuts(length: int, spans: Spans, multiple: int, line: LinearTime, span_us: f
 
 def slowest_line(problem: Problem, costs: Costs) -> tuple[LinearTime, float]:
     """Time of forward and backward on the stage that takes longest for the batch, and of a unit of spans' work there."""
-    share, (tokens, pairs) = problem.trained_share, tokens_and_pairs(problem)
+    share, (tokens, pairs) = problem.trained_share, tokens_and_pairs(own_parts(problem))
     lines = [
         costs.line(stage, "forward", share) + (LinearTime() if problem.forward_only else costs.line(stage, "backward", share))
         for stage in range(problem.num_stages)
@@ -117,9 +117,10 @@ def slowest_line(problem: Problem, costs: Costs) -> tuple[LinearTime, float]:
     return max(zip(lines, span_us, strict=True), key=whole_us)
 
 
-def tokens_and_pairs(problem: Problem) -> tuple[int, int]:
-    own = [(problem.first_token(q), length) for q, length in enumerate(problem.lengths)]
-    return sum(end - start for start, end in own), sum(causal_pairs(*each) for each in own)
+def own_parts(batch: Lengths | Problem) -> list[tuple[int, int]]:
+    """Return the tokens ``[start, end)`` that every sequence holds itself."""
+    starts = (tokens for _, tokens in batch.borrowed) if batch.borrowed else (0,) * len(batch.lengths)
+    return [*zip(starts, batch.lengths, strict=True)]
 
 
 def all_span_work(problem: Problem) -> float:

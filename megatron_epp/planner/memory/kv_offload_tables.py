@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.passes import StagePasses, passes_of
 from megatron_epp.planner.tables import Tables, work_of_table
 
+_work_of = lru_cache(maxsize=4)(work_of_table)  # of one table it is asked again and again
 Pairs = frozenset[tuple[int, int]]
 """Stages and sequences whose keys and values are in host memory."""
 
@@ -44,7 +45,7 @@ def with_kv_offload(
     A pass takes longer by the part of the streaming that attention does not hide, and holds pieces while it runs in the place
     of caches that stay. `sharing` is one of `SHARINGS`; 1 without copies of activations.
     """
-    work = work_of_table(chunks, problem)
+    work = _work_of(tuple(chunks), problem)
     slices, equal_stages = slices_in(chunks, problem.lengths, problem.borrowed), costs.equal_stages_of(work)
     passes, known = list(tables.passes), dict[tuple[int, frozenset[int]], StagePasses]()
     for stage in sorted({stage for stage, _ in pairs}):
@@ -84,7 +85,7 @@ def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, 
 
     Where sequences share prefixes, room for both is taken at once.
     """
-    work, slices, entries = work_of_table(chunks, problem), slices_in(chunks, problem.lengths, problem.borrowed), []
+    work, slices, entries = _work_of(tuple(chunks), problem), slices_in(chunks, problem.lengths, problem.borrowed), []
     sizes_of = cache(lambda stage, sequence: costs.kv_offload_costs(stage, work.offloading({sequence: slices[sequence]})[1]))
     for stage, sequence in sorted(pairs):
         sizes, c = sizes_of(costs.equal_stages[stage], sequence), slices[sequence][-1]

@@ -16,7 +16,7 @@ from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.planner.baselines.whole import MLP_AGAIN, UniformDecisions, rows_together
 from megatron_epp.tools.advice.configuration_search import CLOSE, TIE, Advice
 from megatron_epp.tools.advice.judge import Baseline, Judged, Parts
-from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.advice.question import COUNTED_FOR_EACH, Configuration, Question
 from megatron_epp.tools.report.text import format_us, table
 
 _KINDS = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
@@ -27,6 +27,12 @@ _FLAGS_WIDTH = 113  # characters of a line of flags
 _OURS_TO_SAY = """\
 # Sizes are those that `megatron-epp advise` found best for {lengths}, in batches of {batch}.
 # Learning rate, iterations and folders are examples: set your own.{defaults}
+"""
+SHARES = """\
+Prefixes are shared by samples (--epp-samples: JSONL or Parquet, a row with `tokens` and `trained` for each) and conversations
+(`megatron-epp prepare --chat`), where they are not trained; documents without masks share none. A run draws samples one by one:
+those that begin alike are in one batch if a batch is the whole file, or a loss over groups (--epp-loss) keeps them together.
+`megatron_epp.wrap_samples` takes the batches of a loop of your own.
 """
 _DEFAULTS = " The model has Megatron's defaults where nothing is said."
 _NOTICED = 0.005  # share of the best step's time that a part must take longer to be named as the reason
@@ -64,6 +70,7 @@ def epp_settings(question: Question, config: Configuration) -> dict[str, Any]:
         "latents": latents if question.flags.get("multi_latent_attention") else None,
         "offload": "on" if question.options.offload else "off",
         "split_weight_gradient": question.options.split_weight or None,
+        "share_prefixes": "auto" if question.borrowed else None,
         "costs": question.costs_files.get(config.sharing),
     }
     return {name: value for name, value in settings.items() if value is not None}
@@ -117,6 +124,8 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
         body["launch"]["master_port"] = "${oc.env:MASTER_PORT,29500}"
     if has_tokenizer:
         body["megatron"]["data_path"] = "${oc.env:DATA_PATH,documents/text}"
+    if question.borrowed:
+        body["megatron"]["data_path"], body["epp"]["samples"] = None, "${oc.env:SAMPLES,samples.jsonl}"
     if math.isinf(question.cluster.rates.exchange_bytes):  # no links between devices: ranks are processes of one host
         body["megatron"]["distributed_backend"] = "gloo"
     rows = question.flags.get("padded_vocab_size", question.flags["vocab_size"])
@@ -125,7 +134,8 @@ def recipe_text(question: Question, config: Configuration, model: str | None, le
     body["megatron"] |= megatron_settings(question, config)
     batch = f"{len(question.lengths)} sequences of up to {question.context:,} tokens"
     text: str = yaml.safe_dump(body, sort_keys=False, allow_unicode=True)
-    return _OURS_TO_SAY.format(lengths=lengths, batch=batch, defaults="" if model is not None else _DEFAULTS) + text
+    head = _OURS_TO_SAY.format(lengths=lengths, batch=batch, defaults="" if model is not None else _DEFAULTS)
+    return head + textwrap.indent(SHARES, "# ") * bool(question.borrowed) + text
 
 
 def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +159,7 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
         f"Configurations that fit: {1 + len(others)} (planned as in training: {len(advice.best)}); that do not: {len(unfit)}.",
         "\n".join(_table(advice, show)),
         _wrapped(_READ + _REDUCTION.format(format_us(best.parts.reduction_us)) * (best.parts.reduction_us > 0)),
+        *[COUNTED_FOR_EACH] * bool(question.borrowed),
         _wrapped(_plain_text(advice)),
         "\n".join(advice.gain.lines()),
         _wrapped(_NOT_SUBTRACTED.format(products=products)),
@@ -225,12 +236,13 @@ def _reason(question: Question, entry: Judged, name: str) -> tuple[str, str]:
     chunks = f"its {count} chunks have {tokens // count:,} tokens on average{each * (config.ranks > 1)}"
     room_bytes = min(cap - static for cap, static in zip(plan.cap_bytes, plan.static_bytes, strict=True))
     longest = f": the longest document has {max(question.lengths):,} tokens, where a fair share has "
+    waited = ", on which sequences that begin alike stay together", f"{longest}{question.tokens // config.data:,}"
     return {
         "compute_us": ("computing takes", f": {chunks}, and kernels are slower per token the fewer they are"),
         "exchange_us": (f"exchange within {sharing}{crosses} takes", ""),
         "recompute_us": ("recompute takes", f", as weights and optimizer leave {format_bytes(room_bytes)} for activations"),
         "bubble_us": (f"the bubble of a pipeline of {config.pipeline} is", f", with {tokens:,} tokens for each replica"),
-        "waiting_us": (f"{config.data} replicas wait for the slowest for", f"{longest}{question.tokens // config.data:,}"),
+        "waiting_us": (f"{config.data} replicas wait for the slowest for", waited[not question.borrowed]),
         "reduction_us": (f"reducing gradients over {config.context * config.data} ranks takes", ""),
     }[name]
 

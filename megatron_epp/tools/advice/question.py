@@ -22,6 +22,7 @@ from megatron_epp.tools.layouts.layout_choice import Sample
 
 type Sharing = tuple[int, int, int, int]
 """Tensor-, context-, expert- and expert-tensor-parallel sizes, which determine the ranks that share a layer."""
+COUNTED_FOR_EACH = "Tokens per second count what sequences have in common for each of them."
 REDUCED_BYTES = 4  # bytes of a parameter's gradient in the reduction, which is in fp32
 
 

@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
             own = advice_text.command_text(advice_text.stock_settings(question, advice.plain))
             say("\nFlags of Megatron's own schedule, for rows packed so:\n" + textwrap.indent(own, "  "))
         say("\nFlags of the best plans:\n" + textwrap.indent(advice_text.flags_text(question, best.config), "  "))
-        say("\n" + "\n".join(_again(args, question, best)))
+        say("\n" + "\n".join([*[advice_text.SHARES] * bool(question.borrowed), *_again(args, question, best)]))
     if args.output:
         is_shipped, plain = args.model in shipped("models") and not Path(args.model).is_file(), advice_text.without_sizes
         model = args.model if is_shipped and plain(load_flags(args.model)) == plain(question.flags) else None

@@ -147,7 +147,7 @@ def _entry(batch: Batch, name: str, size: int | None) -> Entry:
     """Plan one batch with one planner, with a size of its rows or chunks; None for the flags' size."""
     args, lengths, start_s, known = batch.args, batch.sequences.lengths, time.process_time(), PLANNERS.entry(name)
     try:
-        layout = layout_at(args, batch.chosen, name, lengths)
+        layout = layout_at(args, batch.chosen, name, batch.sequences)
         options = options_from(args, planner=name)
         if size is not None:
             options = replace(options, context=size) if name in _IN_ROWS else replace(options, chunk_tokens=size)

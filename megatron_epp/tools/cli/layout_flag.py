@@ -113,7 +113,7 @@ def chosen_layout(args: argparse.Namespace, batches: Sequence[Lengths], planners
         named = text not in (None, AUTO, EVEN, BALANCED)
         own = _given(args, num_layers) if named else even(num_layers, pipeline_ranks(args))
         sample = _sample(args, source, own, batches, planners or [args.planner])
-        layouts = [_of_text(args, source, own, _joined(batches), shards=shards) for shards in sample.vocabulary]
+        layouts = [_of_text(args, source, own, batches, shards=shards) for shards in sample.vocabulary]
         kind = BALANCED if text is None else text if text in (EVEN, BALANCED) else ""
         is_greedy = all(map(begins_with_greedy, planners or [args.planner]))
         searches = text == AUTO or (text is None and is_greedy)
@@ -153,11 +153,11 @@ def _whole_logits(args: argparse.Namespace, source: Profile, longest: int) -> Wh
     return (lambda layout: costs_by(whole, profile, layout)), args.context or longest
 
 
-def _of_text(args: argparse.Namespace, profile: Profile, own: Layout, lengths: tuple[int, ...], *, shards: bool) -> Layout:
+def _of_text(args: argparse.Namespace, profile: Profile, own: Layout, batches: Sequence[Lengths], *, shards: bool) -> Layout:
     """Return balanced layers at the ranks of `own`, or `own` itself where the flag says its layers."""
     if args.layout not in (None, AUTO, BALANCED):
         return replace(own, shards_vocabulary=own.shards_vocabulary or shards)
-    layers = balanced_layers(profile, own.num_layers, own.placement.num_ranks, lengths, shards_vocabulary=shards)
+    layers = balanced_layers(profile, own.num_layers, own.placement.num_ranks, batches, shards_vocabulary=shards)
     return Layout(layers, own.placement, shards_vocabulary=shards)
 
 

@@ -31,6 +31,7 @@ from megatron_epp.tools.cli.layout_flag import AUTO, BALANCED, settle_latents
 from megatron_epp.tools.cli.lengths import lengths_of
 from megatron_epp.tools.cli.schedules import chosen_for
 from megatron_epp.tools.cli.terminal import PROGRAM, Parser, is_page, progress, say, tell
+from megatron_epp.tools.layouts.layout_choice import plan_once
 from megatron_epp.tools.report import text as report_text
 from megatron_epp.tools.report.gantt import memory_picture, save_picture
 from megatron_epp.tools.report.page.html import Shown, save_page
@@ -235,7 +236,7 @@ def _planned(problem: Problem, costs: Costs, args: argparse.Namespace) -> tuple[
     what = f"planning {len(problem.lengths):,} sequences with {args.planner}"
     with terminal.latest_message(terminal.EXACT_PLANNER_LOG) as latest, progress(what, latest):
         if not args.why:
-            best, lines = plan(problem, costs, options_from(args)), []
+            best, lines = plan_once(problem, costs, options_from(args)), []
         else:
             explanation = explain(problem, costs, options_from(args))
             best, lines = explanation.plan, why(explanation, None if args.all else args.width)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.plan.layout import Layout
@@ -26,11 +25,11 @@ _COMPARE = "`megatron-epp compare --planner NAME` (several, or all) compares the
 
 
 def usual() -> list[str]:
-    """Return the planners that `compare` runs by default: they take the layout as it is, and their plans can run."""
-    return sorted(name for name, entry in PLANNERS.entries().items() if entry.fixed is None and not entry.lacks)
+    """Return the planners that `compare` runs by default: they take the layout as it is, and their plans run with any flags."""
+    return sorted(name for name, own in PLANNERS.entries().items() if own.fixed is None and not (own.lacks or own.problems))
 
 
-def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: Sequence[int]) -> Layout:
+def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, batch: Lengths) -> Layout:
     """Return a planner's layout: the chosen one, or layers at its placement, balanced if the chosen are. Raises `EppError`."""
     entry, layout, placement = PLANNERS.entry(planner), chosen.layout, chosen.layout.placement
     if entry is None or entry.fixed is None:
@@ -40,9 +39,9 @@ def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: S
     if ranks == placement.rank_of:
         return layout
     if fixed.is_movable and (chosen.kind == BALANCED or chosen.choice is not None):
-        source, num_layers = costs_source(args, max(lengths))
+        source, num_layers = costs_source(args, max(batch.lengths))
         if isinstance(source, Profile):
-            layers = balanced_layers(source, num_layers, len(ranks), lengths, ranks, shards_vocabulary=shards)
+            layers = balanced_layers(source, num_layers, len(ranks), [batch], ranks, shards_vocabulary=shards)
             return Layout(layers, fixed.placement, shards_vocabulary=shards)
     return replace(fixed, shards_vocabulary=shards)
 
@@ -50,7 +49,7 @@ def layout_at(args: argparse.Namespace, chosen: Chosen, planner: str, lengths: S
 def chosen_for(args: argparse.Namespace, batch: Lengths) -> Chosen:
     """Return a command's layout for its planner, without the search's figures if it is another layout."""
     chosen = chosen_layout(args, [batch])
-    layout = layout_at(args, chosen, args.planner, batch.lengths)
+    layout = layout_at(args, chosen, args.planner, batch)
     return chosen if layout == chosen.layout else replace(chosen, layout=layout, choice=None)
 
 

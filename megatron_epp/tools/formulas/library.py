@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,16 @@ from megatron_epp.cost.casts import casts_of
 from megatron_epp.cost.kept import SCHEMA as LEARNT
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.work import pairs_per_token
+from megatron_epp.cost.work import tokens_and_pairs
 from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.flags import ALLTOALL, AUTO, DISPATCHERS, GATED_DELTA_NET, KERNELS, MACHINES
 from megatron_epp.plan.layer_flags import all_but_every, by_layer, pattern_of
 from megatron_epp.plan.layout import even_layers
+from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.plan.reading import MOST_LAYERS, MOST_SIZE, brief, naming_file, nearest, number, parse_json, read_text
 from megatron_epp.plan.sizing import loss_block_tokens
 from megatron_epp.plan.yaml_files import MOST_YAML_BYTES, find, read_yaml
+from megatron_epp.planner.chunks.chunker import own_parts
 from megatron_epp.tools.formulas.hardware import CPU, H100_NODE, Rates
 from megatron_epp.tools.formulas.layer_sizes import PARTS, DeltaNet, StateSpace
 from megatron_epp.tools.formulas.model_shape import ModelShape
@@ -338,17 +340,18 @@ def balanced_layers(
     profile: Profile,
     num_layers: int,
     num_stages: int,
-    lengths: Sequence[int] = (),
+    batches: Iterable[Lengths | Problem] = (),
     rank_of: Sequence[int] = (),
     *,
     shards_vocabulary: bool = False,
 ) -> tuple[int, ...]:
     """Layers of each stage that level the ranks' times: with a large vocabulary fewer on the last stage, or its rank.
 
-    Without lengths attention takes no time, without `rank_of` every rank has one stage. Raises `EppError` for too many stages.
+    Without batches attention takes no time, without `rank_of` every rank has one stage. Raises `EppError` for too many stages.
     """
     even_layers(num_layers, num_stages)
-    pairs = pairs_per_token(lengths)
+    tokens, all_pairs = tokens_and_pairs(part for batch in batches for part in own_parts(batch))
+    pairs = all_pairs / max(tokens, 1)
     both = (part.forward + part.backward for part in (profile.mean_layer, profile.embedding, profile.head))
     layer, embedding, head = (line.per_token_us + line.per_pair_us * pairs for line in both)
     extra = [0.0] * num_stages

@@ -10,7 +10,7 @@ from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.work import LinearTime
 from megatron_epp.plan.errors import EppError, as_setting
 from megatron_epp.plan.layout import Layout
-from megatron_epp.plan.problem import Problem
+from megatron_epp.plan.problem import Lengths, Problem
 from megatron_epp.plan.yaml_files import find
 from megatron_epp.planner.latents_choice import LatentsChoice, LatentsTrial, choose_latents
 from megatron_epp.port.run_facts import AttentionSizes, CostsFile, LayoutAnswer, LayoutQuestion, RunFacts
@@ -133,9 +133,9 @@ def choose_layout(facts: RunFacts, file: CostsFile | None, asked: LayoutQuestion
     sample = sample_of(facts, profile, asked)
     if asked.search != "auto":
         if asked.search == "balanced":
-            lengths, rank_of = tuple(length for batch in asked.batches for length in batch), first.placement.rank_of
+            batches, rank_of = map(Lengths, asked.batches), first.placement.rank_of
             shards = facts.flags["epp_vocab_parallel"] == "on"
-            layers = balanced_layers(profile, sample.num_layers, len(rank_of), lengths, rank_of, shards_vocabulary=shards)
+            layers = balanced_layers(profile, sample.num_layers, len(rank_of), batches, rank_of, shards_vocabulary=shards)
             first = Layout(layers, first.placement)
         layouts = [replace(first, shards_vocabulary=shards) for shards in sample.vocabulary]
     if asked.longest:

@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import product
 
 import numpy as np
@@ -36,6 +37,8 @@ from megatron_epp.tools.layouts.estimates import Estimates
 from megatron_epp.tools.layouts.rank_work import CostsOf, LayerWork, moved
 
 logger = logging.getLogger(__name__)
+plan_once = lru_cache(maxsize=16)(plan)
+"""`plan`, which remembers what it has planned: a command's plan is often one of those that chose its layout."""
 
 PLANNED_BATCHES = 3
 """Number of batches that are planned; the bounds are of all. With eight, in 18 runs of `scripts.bench.defaults`, plans of other
@@ -278,7 +281,8 @@ class _Search:
             try:
                 is_first = self.refusal is None or not begins_with_greedy(self.options.planner)
                 if is_first or may_fit(problem, costs, self.options):
-                    plans[number] = plan(problem, costs, self.options, names_cap=self.refusal is None)
+                    make = plan_once if self.refusal is None else partial(plan, names_cap=False)
+                    plans[number] = make(problem, costs, self.options)
             except InfeasibleError as error:
                 self.refusal = self.refusal or error
         planned = plans[number]
@@ -328,7 +332,7 @@ def _gain_of_split(choice: LayoutChoice, sample: Sample, tensor_ranks: int) -> f
     searches on 4 to 16 ranks its share was at most 0.5 percentage points off the mean of three batches, and on the same side.
     """
     options = replace(_steady(sample.options), split_weight=True)
-    gain = 1 - plan(choice.batch, sample.costs_of(choice.layout), options).predicted.makespan_us / choice.batch_us
+    gain = 1 - plan_once(choice.batch, sample.costs_of(choice.layout), options).predicted.makespan_us / choice.batch_us
     return gain if gain > least_gain_of_split(tensor_ranks) else 0.0
 
 
@@ -349,13 +353,14 @@ def _gain_of_logits(choice: LayoutChoice, split_gain: float, sample: Sample, log
     costs, options = costs_of(choice.layout), _steady(sample.options)
     options = replace(options, split_weight=options.split_weight or split_gain > 0)
     try:
+        took_us = plan_once(choice.batch, costs, options).predicted.makespan_us
+        if (saved := 1 - took_us / (choice.batch_us * (1 - split_gain))) < MIN_GAIN_SHARE:
+            return 0.0
         alone = replace(choice.batch, lengths=(longest,), trained=(), loss_groups=(), microbatches=(), spans=(), borrowed=())
         plan(alone, costs, options)
-        took_us = plan(choice.batch, costs, options).predicted.makespan_us
     except InfeasibleError:
         return 0.0
-    saved = 1 - took_us / (choice.batch_us * (1 - split_gain))
-    return saved if saved >= MIN_GAIN_SHARE else 0.0
+    return saved
 
 
 def _plainness(layout: Layout) -> tuple[int, bool, bool]:

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import tokens_and_pairs
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.problem import Problem
-from megatron_epp.planner.chunks.chunker import tokens_and_pairs
+from megatron_epp.planner.chunks.chunker import own_parts
 
 type CostsOf = Callable[[Layout], PipelineCosts]  # the costs of a pipeline with a layout
 
@@ -94,7 +95,7 @@ def moved(layout: Layout, source: int, targets: Sequence[int] | None = None) -> 
 
 def _stages_us(problem: Problem, costs: PipelineCosts) -> list[float]:
     """Time of a batch on every stage, without the fixed part of a pass."""
-    (tokens, pairs), times = tokens_and_pairs(problem), []
+    (tokens, pairs), times = tokens_and_pairs(own_parts(problem)), []
     passes = ("forward",) if problem.forward_only else ("forward", "backward")
     for stage in range(len(costs.stages)):
         lines = [costs.line(stage, name, problem.trained_share) for name in passes]

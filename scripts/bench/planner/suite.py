@@ -14,6 +14,7 @@ from megatron_epp.cost.model import Costs, PipelineCosts
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.plan.flags import AUTO
+from megatron_epp.plan.problem import Lengths
 from megatron_epp.plan.sizing import loss_block_tokens
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.tools.formulas import ModelShape, analytic_profile
@@ -153,7 +154,7 @@ class Case:
 
     def _costs(self, shape: ModelShape) -> PipelineCosts:
         profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
-        layers = balanced_layers(profile, shape.num_layers, self.stages, self.other_lengths)
+        layers = balanced_layers(profile, shape.num_layers, self.stages, [Lengths(self.other_lengths)])
         return profile.costs(layers, state_bytes_per_parameter=6 + 12 / REPLICAS)
 
     @cached_property

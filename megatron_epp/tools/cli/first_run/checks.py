@@ -14,7 +14,7 @@ from megatron_epp.plan.units import format_bytes, format_gib
 from megatron_epp.planner import Options
 from megatron_epp.tools.advice.causes import Stock
 from megatron_epp.tools.advice.judge import Judged, choices_of, exactly, shares_by_work
-from megatron_epp.tools.advice.question import Configuration, Question
+from megatron_epp.tools.advice.question import COUNTED_FOR_EACH, Configuration, Question
 from megatron_epp.tools.cli.doctor import PROBLEM, WARNING, look
 from megatron_epp.tools.cli.doctor import text as doctor_text
 from megatron_epp.tools.cli.first_run.launch import PASSED, SKIPPED, Outcome, Setting, StockLaunch
@@ -109,6 +109,7 @@ def gain(setting: Setting) -> Outcome:
         f"{max(question.lengths):,}; {config.name}; costs by formula for {setting.cluster.name}",
         *[note] * bool(note),
         *_rows(question, stock, elastic),
+        *[COUNTED_FOR_EACH] * bool(question.borrowed),
         said,
         *[f"not subtracted: {_NOT_SUBTRACTED}"] * bool(refused),
         *refused,

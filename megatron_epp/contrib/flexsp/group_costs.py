@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_epp.contrib.papers.context_groups import ContextGroups, groups_of
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups, groups_of
 from megatron_epp.cost.model import Costs, PipelineCosts
 from megatron_epp.cost.work import ChunkWork, IntColumn, LinearTime, TimeColumn, causal_pairs
 from megatron_epp.plan import Chunk

@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from megatron_epp.contrib.papers.context_groups import ContextGroups, Group
-from megatron_epp.contrib.papers.group_costs import GroupCosts, GroupedDecisions
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups, Group
+from megatron_epp.contrib.flexsp.group_costs import GroupCosts, GroupedDecisions
 from megatron_epp.cost.model import Costs
 from megatron_epp.cost.work import LinearTime, causal_pairs
 from megatron_epp.plan import Chunk, PlanError, Remedy, Segment
@@ -56,7 +56,7 @@ def flexsp(problem: Problem, costs: Costs, options: Options, smallest: int = 1) 
     lines = {degree: grouped.line(slowest, degree) for degree in degrees}
     for fullest in FULLEST:
         for microbatches in dict.fromkeys(_microbatches(problem)):
-            divided = [_divide(sequences, problem.lengths, lines, fullest) for sequences in microbatches]
+            divided = [divide_ranks(sequences, problem.lengths, lines, fullest) for sequences in microbatches]
             _enter(contest, divided, grouped.num_ranks)
     return contest.result()
 
@@ -67,6 +67,13 @@ class Divided(NamedTuple):
     degrees: tuple[int, ...]
     held: tuple[tuple[int, ...], ...]
 
+    def chunk(self, lengths: Sequence[int]) -> tuple[Chunk, tuple[Group, ...]]:
+        """Return a chunk of the sequences in the order of their groups, and the groups that have any."""
+        firsts, begins = accumulate(self.degrees, initial=0), accumulate(map(len, self.held), initial=0)
+        rows = zip(firsts, self.degrees, self.held, begins, strict=False)
+        groups = (Group(first, degree, (*range(at, at + len(own)),)) for first, degree, own, at in rows if own)
+        return Chunk(tuple(Segment(q, 0, lengths[q]) for own in self.held for q in own)), tuple(groups)
+
 
 def _enter(contest: Contest, divided: Sequence[Divided], num_ranks: int) -> None:
     """Judge microbatches with as much recompute as the caps require.
@@ -74,16 +81,12 @@ def _enter(contest: Contest, divided: Sequence[Divided], num_ranks: int) -> None
     Args:
         divided: the groups of every microbatch.
     """
-    problem, chunks, of_chunk = contest.problem, [], []
-    for degrees, held in divided:
-        chunks.append(Chunk(tuple(Segment(q, 0, problem.lengths[q]) for own in held for q in own)))
-        firsts, begins = accumulate(degrees, initial=0), accumulate(map(len, held), initial=0)
-        rows = zip(firsts, degrees, held, begins, strict=False)
-        of_chunk.append(tuple(Group(first, degree, (*range(at, at + len(own)),)) for first, degree, own, at in rows if own))
+    problem = contest.problem
+    chunks, of_chunk = zip(*(own.chunk(problem.lengths) for own in divided), strict=True)
     fullest = [max(group.rank_tokens(chunk) for group in own) for own, chunk in zip(of_chunk, chunks, strict=True)]
-    groups = ContextGroups(num_ranks, tuple(of_chunk), tuple(fullest))
+    groups = ContextGroups(num_ranks, of_chunk, tuple(fullest))
     order = seq1f1b_order(slice_groups(chunks), problem.num_stages, problem.forward_only)
-    decisions = GroupedDecisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, extensions=(groups,))
+    decisions = GroupedDecisions(chunks, order, [[0] * len(chunks)] * problem.num_stages, extensions=(groups,))
     tables = decisions.tables(problem, contest.costs)
     fit = fit_recompute(order, tables, problem.cap_bytes, contest.options)
     if fit.recompute_steps is None:
@@ -104,7 +107,7 @@ def _microbatches(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
         yield tuple(tuple(q for q, _ in own) for _, own in groupby(zip(falling, parts, strict=True), key=lambda part: part[1]))
 
 
-def _divide(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, LinearTime], fullest: float) -> Divided:
+def divide_ranks(sequences: Sequence[int], lengths: Sequence[int], lines: dict[int, LinearTime], fullest: float) -> Divided:
     """Assign the sequences of a microbatch to groups; the slowest group of the result ends first.
 
     Args:

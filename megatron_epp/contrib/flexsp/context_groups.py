@@ -40,7 +40,6 @@ class ContextGroups:
     """
 
     field: ClassVar[str] = "context_groups"
-    lacks: ClassVar[str] = "groups of context-parallel ranks: it shares every chunk among all of them"
 
     num_ranks: int
     of_chunk: tuple[tuple[Group, ...], ...]
@@ -60,6 +59,11 @@ class ContextGroups:
             for own in value["of_chunk"]
         )
         return ContextGroups(whole(value["num_ranks"]), of_chunk, tuple(map(whole, value["rank_tokens"])))
+
+    def of_rank(self, chunk: int, rank: int) -> Group:
+        """Return the group of a context-parallel rank in a chunk, one of its own and without segments if it is in none."""
+        among = (group for group in self.of_chunk[chunk] if group.first <= rank < group.first + group.degree)
+        return next(among, Group(rank, 1, ()))
 
     def divided(self, chunk: int) -> Sequence[tuple[str, Sequence[int]]]:
         """Return the groups of a chunk by their ranks, each with the positions of its segments."""
@@ -85,6 +89,8 @@ class ContextGroups:
             if group.degree < 1 or group.first < 0 or group.first + group.degree > self.num_ranks:
                 yield f"{_name(group)} is not within the {self.num_ranks} context-parallel ranks"
                 continue
+            if group.degree & (group.degree - 1) or group.first % group.degree:
+                yield f"{_name(group)} is none that runs have: of 1, 2, 4, ... ranks, the first a multiple of their number"
             other = next((taken[rank] for rank in range(group.first, group.first + group.degree) if rank in taken), None)
             if other is not None:
                 yield f"{_name(group)} overlaps {_name(other)}, which runs at the same time"
