@@ -59,10 +59,9 @@ class Layout:
 
     def check(self, num_layers: int, num_ranks: int) -> None:
         """Raise `EppError` unless the layout is one of `num_layers` layers on `num_ranks` pipeline ranks."""
+        what = f"a layout of {layers_text(self.layers)} layers"
         if self.num_layers != num_layers:
-            raise EppError(
-                f"a layout of {layers_text(self.layers)} layers has {self.num_layers} in all, and the model has {num_layers}"
-            )
+            raise EppError(f"{what} has {self.num_layers} in all, and the model has {num_layers}")
         if self.placement.num_ranks != num_ranks:
             raise EppError(f"a layout for {self.placement.num_ranks} pipeline ranks, where there are {num_ranks}")
 
