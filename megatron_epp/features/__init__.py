@@ -123,6 +123,13 @@ FEATURES = (
         finish="megatron_epp.contrib.overlap.pairing:finish",
     ),
     Feature(
+        "attention on other ranks",
+        "0.84 of the time of 1F1B with whole sequences of 128K, by formula: docs/schedules.md, HelixPipe",
+        wanted=lambda asked: getattr(asked.args, "epp_planner", None) == "helixpipe",
+        adopt="megatron_epp.contrib.helix.cut_layers:cut_layer",
+        run="megatron_epp.contrib.helix.separate_attention:SeparateAttention",
+    ),
+    Feature(
         "context groups",
         "11 % less time than one context-parallel degree on four nodes, by formula: docs/schedules.md, flexsp",
         wanted=lambda asked: getattr(asked.args, "epp_planner", "greedy") == "flexsp",
@@ -177,7 +184,12 @@ FEATURES = (
         groups=f"{_HERE}trees.readers:groups_of",
         in_turn=f"{_HERE}microbatch_prefixes.whole_plans:lenders_first",
         whole=f"{_HERE}microbatch_prefixes.whole_plans:plan_whole",
-        layouts=f"{_HERE}trees.tree_layouts:tree_layouts",
+    ),
+    Feature(
+        "one attention call on rows in common",
+        "9 and 35 % less time of a layer on a CPU for groups and agents: python -m scripts.bench.prefixes",
+        batched=lambda batch: bool(batch.borrowed),
+        layouts=f"{_HERE}cascade.tree_layouts:tree_layouts",
     ),
     Feature(
         "shared prefixes of microbatches",
@@ -196,19 +208,16 @@ FEATURES = (
 
 
 def targets(asked: Asked, kind: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a kind (`adopt`, `built`, `head`, `run`) of the features that are wanted."""
-    for feature in FEATURES:
-        if (target := getattr(feature, kind)) and feature.wanted(asked):
-            yield resolve_name(target)
+    """Return the functions of a kind (`adopt`, `built`, `head`, `run`) of the features that are wanted."""
+    return (resolve_name(target) for row in FEATURES if (target := getattr(row, kind)) and row.wanted(asked))
 
 
 def batch_target(batch: Plan | Problem, kind: str) -> Callable[..., Any] | None:
     """Return the function of a kind (`choice` to `layouts`) of the feature that a batch needs; None where it needs none."""
-    return next((resolve_name(getattr(feature, kind)) for feature in FEATURES if feature.batched(batch)), None)
+    named = (getattr(feature, kind) for feature in FEATURES if feature.batched(batch))
+    return next(map(resolve_name, filter(None, named)), None)
 
 
 def plan_targets(problem: Problem, options: Options, kind: str) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a kind (`orders` to `finish`) of the features that a planner is asked for."""
-    for feature in FEATURES:
-        if (target := getattr(feature, kind)) and feature.planned(problem, options):
-            yield resolve_name(target)
+    """Return the functions of a kind (`orders` to `finish`) of the features that a planner is asked for."""
+    return (resolve_name(target) for row in FEATURES if (target := getattr(row, kind)) and row.planned(problem, options))

@@ -29,13 +29,12 @@ class Layout:
     chosen_with: Mapping[str, Any] = field(default_factory=dict, compare=False)  # flags of the run that has chosen it, by name
 
     def __post_init__(self) -> None:
+        what = f"a layout of {layers_text(self.layers)} layers"
         if min(self.layers, default=-1) < 0:
-            raise EppError(
-                f"a layout of {layers_text(self.layers)} layers has a stage with a negative number of layers, or none"
-            )
+            raise EppError(f"{what} has a stage with a negative number of layers, or none")
         if len(self.layers) != self.placement.num_stages:
             raise EppError(
-                f"a layout of {layers_text(self.layers)} layers has {len(self.layers)} stages, and its placement has "
+                f"{what} has {len(self.layers)} stages, and its placement has "
                 f"{self.placement.num_stages} ({self.placement.num_ranks} ranks with {self.placement.num_chunks} each)"
             )
 
@@ -60,10 +59,9 @@ class Layout:
 
     def check(self, num_layers: int, num_ranks: int) -> None:
         """Raise `EppError` unless the layout is one of `num_layers` layers on `num_ranks` pipeline ranks."""
+        what = f"a layout of {layers_text(self.layers)} layers"
         if self.num_layers != num_layers:
-            raise EppError(
-                f"a layout of {layers_text(self.layers)} layers has {self.num_layers} in all, and the model has {num_layers}"
-            )
+            raise EppError(f"{what} has {self.num_layers} in all, and the model has {num_layers}")
         if self.placement.num_ranks != num_ranks:
             raise EppError(f"a layout for {self.placement.num_ranks} pipeline ranks, where there are {num_ranks}")
 
@@ -148,8 +146,7 @@ def _placement(rank_of: tuple[int, ...], num_stages: int) -> Placement:
     num_ranks = len(set(rank_of))
     chunks, rest = divmod(num_stages, max(1, num_ranks))
     for kind in ("looped", "v"):
-        placement = Placement(kind, num_ranks, chunks)
-        if not rest and placement.rank_of == rank_of:
+        if not rest and (placement := Placement(kind, num_ranks, chunks)).rank_of == rank_of:
             return placement
     raise EppError(
         f"rank_of of a layout is {brief(list(rank_of))}: it names the rank of each of {num_stages} stages, with ranks from 0, "

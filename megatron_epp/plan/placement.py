@@ -11,21 +11,21 @@ class Placement:
     """Placement of stages on ranks, equally many on each. A rank's chunks are in the order of their stages.
 
     ``looped`` goes round the ranks again and again, as Megatron's interleaved pipelines do; ``v`` turns round at either end, so
-    that neighbouring stages there share a rank.
+    that neighbouring stages there share a rank. ``ring`` is looped with one stage more, on the first chunk of the first rank.
     """
 
-    kind: Literal["looped", "v"]
+    kind: Literal["looped", "v", "ring"]
     num_ranks: int
     num_chunks: int
 
     @property
     def num_stages(self) -> int:
-        return self.num_ranks * self.num_chunks
+        return self.num_ranks * self.num_chunks + (self.kind == "ring")
 
     @property
     def is_looped(self) -> bool:
         """True if every chunk is the stage that Megatron assumes."""
-        return self.kind == "looped" or self.num_chunks == 1
+        return self.kind != "v" or self.num_chunks == 1
 
     @property
     def rank_of(self) -> tuple[int, ...]:
@@ -50,7 +50,5 @@ class Placement:
 
 def placements_of(num_ranks: int) -> tuple[Placement, ...]:
     """Placements that are tried, the plainest first."""
-    if num_ranks == 1:
-        return (Placement("looped", 1, 1),)
-    looped = tuple(Placement("looped", num_ranks, count) for count in (1, 2, 4))
-    return (*looped[:2], Placement("v", num_ranks, 2), *looped[2:])
+    plainest, *looped = (Placement("looped", num_ranks, count) for count in (1, 2, 4))
+    return (plainest,) if num_ranks == 1 else (plainest, looped[0], Placement("v", num_ranks, 2), looped[1])

@@ -44,18 +44,17 @@ class PlannerEntry:
     plan: Planner | str  # the planner, or where it is, as ``module:function``
     summary: str = ""  # one line on what it does
     source: str = "this package"  # paper or code that it follows
-    # It starts from the plan of "greedy", so takes any layout and all settings that "greedy" takes
-    begins_with_greedy: bool = False
+    begins_with_greedy: bool = False  # it starts from the plan of "greedy", so takes any layout and all settings of that
     splits_weight: bool = False  # its order has weight gradients of their own, which run so with `Options.split_weight`
     may_offload: bool = False  # its plans may have copies to the host, with `Options.offload`
     offloads: bool = False  # copies are part of its method, so that comparisons give it `Options.offload`
-    # It tries sizes of chunks itself, has none, or searches too long for a comparison to try several
-    has_own_size: bool = False
+    has_own_size: bool = False  # it tries sizes of chunks itself, has none, or searches too long to be asked with several
     keeps_groups: bool = False  # it orders the sequences of a loss group (`Problem.loss_groups`) as slices of one
     interleaves: bool = False  # it takes several stages on each rank if they go round the ranks, as Megatron's do
     joins: bool = False  # its order has steps of two actions, which "greedy" has with `Options.overlap_exchanges`
     # What `planner.plan` runs; `plan` is for planners that start from these decisions
     plans: str = "megatron_epp.planner.other_planners:plan_by_name"
+    placement: str = "looped"  # of its stages, where no flag says another
     lacks: str = ""  # why training does not run its plans; empty if it does
     problems: str = ""  # from flags of a training to what does not go with it, ``module:function``; empty for nothing
 
@@ -87,8 +86,7 @@ class Planners(MutableMapping[str, Planner]):
         return dict(self._entries)
 
     def __getitem__(self, name: str) -> Planner:
-        entry = self.entry(name)
-        if entry is None:
+        if (entry := self.entry(name)) is None:
             raise KeyError(name)
         return entry.planner
 

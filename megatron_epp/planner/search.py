@@ -121,9 +121,7 @@ def search(replicas: Replicas) -> Candidates:
 
 
 def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
-    """Return the candidate of a recipe, or of the first coarser grain that all replicas have tokens for. Raises
-    `InfeasibleError` if there is none.
-    """
+    """Return a recipe's candidate, or the first coarser grain's with tokens enough. Raises `InfeasibleError` without one."""
     coarser = [grain for grain in candidates.values["grain"][::-1] if grain < recipe.grain]
     ranks = candidates.problem.num_ranks
     for grain in (recipe.grain, *coarser, *(chunks / ranks for chunks in range(ranks - 1, 0, -1))):

@@ -64,7 +64,7 @@ class Executor:
         self.watchdog, self.out_of_memory = watchdog, out_of_memory
         self._handlers = {**HANDLERS, **(handlers or {})}
         self._refuse_what_cannot_run(program.actions)
-        self._actions, self._layouts, self._upload = program.actions, program.layouts, program.upload
+        self._actions, self.layouts, self._upload = program.actions, program.layouts, program.upload
         # A mark is an event on the device for each action: only a watchdog reads them.
         self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         # Of a stage's actions the last in launch order stays: a backward is ahead of its own weight gradient.
@@ -132,7 +132,7 @@ class Executor:
     def _open_slots(self) -> None:
         if self.links is None or not self._actions:
             return
-        shape, dtype, device = next(iter(self.stages.values())).message(max(layout.message_tokens for layout in self._layouts))
+        shape, dtype, device = next(iter(self.stages.values())).message(max(layout.message_tokens for layout in self.layouts))
         if self.links.slots_on_cpu or device.type != "cpu":
             self.links.open_slots(slots_of(self.plan, self.rank, self._actions), math.prod(shape) * dtype.itemsize, device)
 
@@ -148,12 +148,12 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
-        hidden = self._message(action, Op.RECV_F) if stage > 0 else None
+        hidden = self.message(action, Op.RECV_F) if stage > 0 else None
         no_graph = not self.differentiates(stage)
         if hidden is not None and not no_graph:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
-        (table, view, group, begun, cache, shared, _), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
+        (table, view, group, begun, cache, shared, _), recompute = self.layouts[chunk], self.plan.recompute[stage][chunk]
         kv_cache = self.stages[stage].kv_cache
         if cache is not type(kv_cache):
             kv_cache = kv_cache.of_kind(cache)
@@ -176,7 +176,7 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         _, stage, chunk = action
-        grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
+        grad = self.message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
         context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
         self.announce_last_gradient(action)  # ahead of the backward, in which hooks on the parameters' gradients run
@@ -189,7 +189,7 @@ class Executor:
         if stage == 0:
             return
         if leaf is None:  # no stage before this one trains either: it waits for a message, and does not read it
-            shape, dtype, device = self.stages[stage].message(self._layouts[chunk].message_tokens)
+            shape, dtype, device = self.stages[stage].message(self.layouts[chunk].message_tokens)
             gradient: Tensor | None = torch.zeros(shape, dtype=dtype, device=device)
         else:
             gradient = self._leaves.pop(key).gradient
@@ -214,7 +214,7 @@ class Executor:
             del self._outputs[stage, chunk]
 
     def _post_receive(self, action: Action) -> None:
-        message = self.stages[action.stage].message(self._layouts[action.chunk].message_tokens)
+        message = self.stages[action.stage].message(self.layouts[action.chunk].message_tokens)
         self._arriving[action] = self._connected.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
 
     # What they share.
@@ -228,17 +228,16 @@ class Executor:
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
 
-    def _message(self, action: Action, receive: Op) -> Tensor:
+    def message(self, action: Action, receive: Op) -> Tensor:
         """Return the message an action receives, from another rank or from this one. It is kept until the action is done."""
         key = action._replace(op=receive)
-        if key in self._received:
-            return self._received[key]
-        here = self._progress.host
-        assert here is not None  # an action runs
-        self._progress.reach(here._replace(receiving=True))  # so that the watchdog tells a late message from slow compute
-        with self.recorder.waiting(key):
-            self._received[key] = self._arriving.pop(key).wait()
-        self._progress.reach(here)
+        if key not in self._received:
+            here = self._progress.host
+            assert here is not None  # an action runs
+            self._progress.reach(here._replace(receiving=True))  # so that the watchdog tells a late message from slow compute
+            with self.recorder.waiting(key):
+                self._received[key] = self._arriving.pop(key).wait()
+            self._progress.reach(here)
         return self._received[key]
 
     def _peer(self, message: Action) -> int:

@@ -20,8 +20,7 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 
-from megatron_epp.features.cascade import common_rows
-from megatron_epp.features.trees import tree_layouts
+from megatron_epp.features.cascade import common_rows, tree_layouts
 from megatron_epp.features.trees.tree_cache import TreeCache, TreeView
 from megatron_epp.plan import Chunk, Plan, Segment
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed

@@ -131,7 +131,7 @@ class Case:
     @property
     def loads(self) -> bool:
         """Stock places stages elsewhere, and so would begin with other weights: it saves them for the run with plans."""
-        return self.alone or self.cell.placement != self.stock.placement or "--epp-layout" in self.plan
+        return self.alone or self.cell.placement != self.stock.placement or "layout" in self.plan or "helix" in self.plan
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:
         own = shlex.split(f"{MODELS[self.model]} {self.both}")

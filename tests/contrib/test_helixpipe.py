@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from megatron_epp.contrib.demos.emulate import emulate
 from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A, G
 from megatron_epp.contrib.helix.costs import cut_at_attention, with_separate_attention
 from megatron_epp.contrib.helix.helixpipe import HelixLayout, helixpipe
@@ -153,6 +154,31 @@ def test_the_last_backward_runs_its_forward_and_waits_with_its_input_alone():
     kept = last.inner[0].bytes_per_token + last.ends_bytes_per_token
     # The residual received, and the same and attention's output kept.
     assert kept == 3 * 2 * 4096 < whole.inner[0].bytes_per_token
+
+
+def test_the_runtime_runs_its_actions_and_messages_in_the_order_of_the_plan():
+    """With timed waits in place of compute: none begins before what it needs has ended, and its message has come."""
+    layout = HelixLayout.of(4, 2)
+    profile = analytic_profile(replace(SHAPE, num_layers=4), H100)
+    costs = layout.costs_of(profile.costs(layout.layers, state_bytes_per_parameter=7.5), profile)
+    made = plan(Problem((900, 500, 800), layout.placement.rank_of, (UNLIMITED_BYTES,) * 2), costs, Options(planner="helixpipe"))
+    scale = 2e6 / made.predicted.makespan_us
+    emulated = emulate(made, scale, timeout_s=120)
+    assert [[text for text, _, _ in events] for events in emulated] == [[str(a) for a in made.actions(r)] for r in range(2)]
+    times = {Action.parse(text): (start, end) for events in emulated for text, start, end in events}
+    placed = {action: rank for rank in range(2) for action in made.actions(rank)}
+    sent_us = dict(made.messages.message_us)
+    for site, chunk in product(range(made.num_stages - 1), range(len(made.chunks))):
+        ahead, behind, own, back = (Action(*key, chunk) for key in ((Op.F, site), (Op.F, site + 1), (A, site), (G, site)))
+        ahead_back, behind_back = ahead._replace(op=Op.B), behind._replace(op=Op.B)
+        for kind, first, then in (
+            (INPUTS, ahead, own),
+            (RESULT, own, behind),
+            (RESULT_GRADIENT, behind_back, back),
+            (INPUTS_GRADIENT, back, ahead_back),
+        ):
+            message_us = sent_us[kind.send][chunk] * (placed[first] != placed[then])
+            assert times[then][0] >= times[first][1] + message_us * (1 - 1e-6)
 
 
 def test_costs_with_attention_in_the_stages_slices_and_layers_that_ranks_cannot_share_equally_are_refused():

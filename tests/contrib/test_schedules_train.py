@@ -9,16 +9,17 @@ import pytest
 from megatron_epp.plan.planners import PLANNERS
 from megatron_epp.tools.formulas import CPU, analytic_profile
 from megatron_epp.tools.formulas.library import shape_of
-from scripts.parity.cells import Case
+from scripts.parity.cells import OPTIMIZERS, Case
 from scripts.parity.compare import BATCH
 from tests.support.mcore.matrix import FOLDER, Matrix, Row, case, parameters
 from tests.support.mcore.parity_figures import Figures
 from tests.support.mcore.rows import kinds_of, plans_of, splits_weights
 
-BY_DEFAULT = ("zb-h2", "stp", "sppo", "infinipipe")
+BY_DEFAULT = ("zb-h2", "stp", "sppo", "infinipipe", "helixpipe")
 """One of each kind: with separate weight gradients, in a V with steps of two actions, which take turns at the exchanges of
-tensor parallelism, with copies of its own, and with its own rules for chunks. The others are slow."""
-WHOLE = ("1f1b-padded", "1f1b-packed")
+tensor parallelism, with copies of its own, with its own rules for chunks, and with attention on other ranks. The others are
+slow."""
+WHOLE = ("1f1b-padded", "1f1b-packed", "helixpipe")
 """Planners that cut no sequence."""
 OF_ONE_SIZE = ("seq1f1b", "chunkflow")
 """Planners whose chunks have one size, which is given here: of their own choice it is the longest of these short documents."""
@@ -31,7 +32,7 @@ def case_of(name: str) -> Case:
         cell += f" {schedule.fixed.kind}{count}"
     cell += " split" * schedule.splits_weight
     offload = " --epp-offload" if schedule.offloads else ""
-    cut = "--epp-chunk-tokens 16" if name in OF_ONE_SIZE else "--epp-slices 3"
+    cut = "--epp-chunk-tokens 16" if name in OF_ONE_SIZE else "--epp-slices 1" if name in WHOLE else "--epp-slices 3"
     return case(cell, f"{cut} --epp-planner {name}{offload}")
 
 
@@ -64,7 +65,7 @@ def write_slow_exchanges(folder: Path) -> None:
 
 OURS = ("greedy", "1f1b", "milp")
 """Planners that other tests train with."""
-NAMES = [name for name, entry in PLANNERS.entries().items() if name not in OURS and not (entry.lacks or entry.problems)]
+NAMES = [name for name, entry in PLANNERS.entries().items() if name not in OURS and (entry.fixed or not entry.problems)]
 OVERLAPPED = Row(
     name="greedy, exchanges overlapped",
     case=case("tp2 pp2 split", f"--epp-slices 3 --epp-overlap-exchanges --epp-costs {FOLDER}/costs.json"),
@@ -72,8 +73,36 @@ OVERLAPPED = Row(
     batch=BATCH,
     prepare=write_slow_exchanges,
 )
+_HELIX = "--epp-planner helixpipe --epp-slices 1"
+HELIX = {
+    "four ranks, tied, all recompute": case("pp4", f"{_HELIX} --epp-recompute 1", "gpt2"),
+    "tensor and sequence parallel, some recompute": case(
+        "tp2 sp pp2 looped2", f"{_HELIX} --epp-memory-cap-gb 0.0005", "grouped"
+    ),
+    "context parallel": case("cp2 pp2 looped2", _HELIX),
+    "replicas": case("dp2 pp2 looped2", _HELIX, "learned", optimizer=OPTIMIZERS["overlapped"]),
+}
+"""The first is in the default set."""
+
+
+def check_helix(name: str, figures: Figures, folder: Path) -> None:
+    check_schedule("helixpipe", figures, folder)
+    modes = set().union(*(plan["modes"] for plan in plans_of(figures)))
+    assert modes == ({"full"} if "all recompute" in name else {"mlp"} if "some recompute" in name else set())
+
+
 ROWS = [
     OVERLAPPED,
+    *(
+        Row(
+            name=f"helixpipe: {name}",
+            case=own,
+            check=functools.partial(check_helix, name),
+            batch=BATCH,
+            is_slow=number > 0,
+        )
+        for number, (name, own) in enumerate(HELIX.items())
+    ),
     *(
         Row(
             name=name,

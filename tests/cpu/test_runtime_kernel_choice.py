@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_epp.features.cascade import common_rows, tree_cascade
+from megatron_epp.features.cascade.tree_layouts import tree_layouts
 from megatron_epp.features.trees.tree_cache import TreeCache
-from megatron_epp.features.trees.tree_layouts import tree_layouts
 from megatron_epp.features.warm_up import kernel_warm_up
 from megatron_epp.features.warm_up.kernel_warm_up import Heads, KernelWarmUp
 from megatron_epp.plan import EppError, shape_classes, sizing

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.features.cascade import common_rows
+from megatron_epp.features.cascade.tree_layouts import tree_layouts
 from megatron_epp.features.offload.host import HostMemory
 from megatron_epp.features.offload.host_rows import HostRows
 from megatron_epp.features.trees.tree_cache import Node, Piece, TreeCache, TreeView
-from megatron_epp.features.trees.tree_layouts import tree_layouts
 from megatron_epp.plan.chunk import path_of
 from megatron_epp.plan.proof import check
 from megatron_epp.runtime.attention.segments import KVCacheError

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_epp.features.cascade import common_rows, tree_cascade
 from megatron_epp.features.cascade.tree_cascade import CascadeView, cascaded
+from megatron_epp.features.cascade.tree_layouts import tree_layouts
 from megatron_epp.features.trees.readers import reads_of
 from megatron_epp.features.trees.tree_cache import TreeCache
-from megatron_epp.features.trees.tree_layouts import tree_layouts
 from megatron_epp.plan import sizing
 from megatron_epp.plan.chunk import NOTHING_BORROWED, Borrowed
 from megatron_epp.plan.proof import check

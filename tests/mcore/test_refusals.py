@@ -23,6 +23,7 @@ from megatron_epp.mcore.arguments.consequences import EOD, IDLE, IMPLIED, prepar
 from megatron_epp.mcore.arguments.layout import BETWEEN_STAGES, token_multiple
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refusals import OF_DOCUMENTS
+from megatron_epp.mcore.arguments.rule import BOTH
 from megatron_epp.mcore.arguments.setting_checks import REFUSED_LAYERS, pattern_problem
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.adopt_built import refusal
@@ -54,9 +55,15 @@ TOKENS, STREAM = "--epp-batch-tokens 64", "--epp-documents stream"
 COUNTING_SAMPLES = ("--lr-decay-samples", "--lr-warmup-samples", "--override-ckpt-iteration")
 PARTING = ("--reset-position-ids", "--reset-attention-mask", "--dataloader-inter-document-masking")
 SAMPLES = "--epp-samples a --epp-loss tests.support.mcore.own_losses"
+HELIX = "--epp-planner helixpipe"
 REFUSED = [
     # planning
-    ("--epp-planner helixpipe", "--epp-planner helixpipe", "attention of a layer on another rank", "use --epp-planner greedy"),
+    (HELIX, "--epp-planner helixpipe needs two ranks or more", "--num-layers 8"),
+    (f"{HELIX} {PP} 2", "has a layer on each stage", f"add {PER_RANK} 4"),
+    (f"{HELIX} {PP} 2 {PER_RANK} 4 --num-experts 4", "--num-experts 4 does not go with --epp-planner helixpipe", BOTH),
+    (f"{HELIX} {PP} 8 --epp-costs learn", "--epp-costs learn does not go with --epp-planner helixpipe", "use analytic"),
+    (f"{HELIX} {PP} 8 --save a --ckpt-format torch", "--save a by --ckpt-format torch does not go with", HELIX),
+    (f"{HELIX} {PP} 8 --epp-offload", "--epp-planner helixpipe", "--epp-offload", "--epp-planner greedy"),
     (f"--epp-planner flexsp {CP} 6", "--epp-planner flexsp", "2, 4, 8, ... context-parallel ranks", f"{CP} is 6"),
     (f"--epp-planner flexsp {CP} 4 --epp-costs learn", "--epp-planner flexsp", "--epp-costs learn", "use analytic"),
     (f"--epp-planner flexsp {CP} 4 --num-experts 8", "--epp-planner flexsp", "go with --num-experts", "among all ranks"),
@@ -142,7 +149,7 @@ TAKEN = [
     f"{PP} 2 {PER_RANK} 2 --epp-placement looped", f"{PP} 2 {PER_RANK} 2 --epp-placement v",
     f"{PP} 2 {PER_RANK} 2 --epp-schedule stock", f"{CP} 3", f"{TP} 2 {CP} 8 --cp-comm-type p2p",
     f"{TP} 8 {CP} 2 --cp-comm-type a2a", f"--mtp-num-layers 1 {PP} 2 --save somewhere --untie-embeddings-and-output-weights",
-    f"{PATTERN} *-|*-", f"{TOKENS} --lr-warmup-samples 0", CAPACITY, STREAM,
+    f"{HELIX} {PP} 2 {PER_RANK} 4", f"{HELIX} {PP} 8", f"{PATTERN} *-|*-", f"{TOKENS} --lr-warmup-samples 0", CAPACITY, STREAM,
     f"{SAMPLES}:dapo --num-experts 4 --moe-aux-loss-coeff 0.01",
 ]  # fmt: skip
 

@@ -191,8 +191,8 @@ def test_layers_in_fp8_keep_less_by_what_formulas_count(ranks: None, tmp_path: P
         assert peaks[""] - peaks[name] == pytest.approx(2 * 128 * shape.saved_bytes_per_token, rel=0.03)
 
 
-LESS_THAN_PLANNED = {"experts with grouped products", "windows and sinks, experts"}
-"""Rows of which plans count up to a tenth more than is kept, whosever layers they are."""
+LESS_THAN_PLANNED = {"experts with grouped products", "windows and sinks, experts", "attention on other ranks"}
+"""Rows of which plans count up to an eighth more than is kept, whosever layers they are."""
 
 
 def _kept_of_planned(row: Row, flags: list[str], folder: Path) -> list[float]:

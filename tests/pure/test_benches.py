@@ -153,7 +153,7 @@ def test_the_page_of_schedules_has_what_papers_claim_and_what_ours_do_now():
 def test_the_table_of_plans_has_every_case_and_order():
     """Their figures take long, so only names are looked at."""
     page = PAGE.read_text()
-    planned = page[page.index("## On three batches") : page.index("## Planned, not run")]
+    planned = page[page.index("## On three batches") : page.index("## HelixPipe")]
     (makespans,) = re.findall(r"(?m)(?:^\|.*\n)+", planned)
     cases = [f"{case.name}, {case.cap_gib} GiB" for case in CASES]
     assert makespans.splitlines()[0] == "| " + " | ".join(["schedule", *cases]) + " |"
@@ -259,12 +259,12 @@ LENGTHS = [120, 900, 30, 450, 16, 4000, 700, 64, 2100, 320]
 
 
 @pytest.mark.parametrize("rank_tokens", [500, 700, 4000])
-def test_teams_of_dynamic_context_parallelism_use_all_ranks_and_have_room_for_their_sequences(rank_tokens):
+def test_groups_of_dynamic_context_parallelism_use_all_ranks_and_have_room_for_their_sequences(rank_tokens):
     microbatches = dynamic_context(LENGTHS, 8, rank_tokens)
-    assert sorted(q for teams in microbatches for team in teams for q in team.sequences) == [*range(len(LENGTHS))]
-    for teams in microbatches:
-        assert sum(team.degree for team in teams) == 8
-        assert all(sum(LENGTHS[q] for q in team.sequences) <= team.degree * rank_tokens for team in teams)
+    assert sorted(q for groups in microbatches for group in groups for q in group.sequences) == [*range(len(LENGTHS))]
+    for groups in microbatches:
+        assert sum(group.degree for group in groups) == 8
+        assert all(sum(LENGTHS[q] for q in group.sequences) <= group.degree * rank_tokens for group in groups)
 
 
 def test_dp_balanced_fills_rows_in_the_order_of_the_data_and_gives_each_replica_as_many():

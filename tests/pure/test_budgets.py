@@ -21,14 +21,14 @@ PROGRAMS = {
             "mcore.iteration.document_schedule",
             "mcore.training.checkpoints",
         ),
-        20_120,
+        20_123,
     ),
     "iteration": (("mcore.iteration.document_schedule",), 13_250),
-    "planner": (("planner.search", "planner.service.answers"), 11_630),
+    "planner": (("planner.search", "planner.service.answers"), 11_632),
     "command line": (("tools.cli.main",), 1_925),
 }
 """Modules with which a program begins, and the most lines of what they import at their tops, and so on."""
-FOLDERS = {"megatron_epp": 60_880, "megatron_epp/contrib": 6_070, "tests": 53_262, "scripts": 11_292}
+FOLDERS = {"megatron_epp": 61_300, "megatron_epp/contrib": 6_498, "tests": 53_404, "scripts": 11_295}
 FEATURES = [f"megatron_epp/features/{path.parent.name}" for path in (PACKAGE / "features").glob("*/__init__.py")]
 FOLDERS |= dict.fromkeys(FEATURES, 1_300)
 

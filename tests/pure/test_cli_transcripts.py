@@ -149,13 +149,11 @@ def test_all_planners_are_ranked_with_the_placements_that_they_need(run):
     assert {"greedy", "interleaved", "v-min", "gpipe"} <= {row["planner"] for row in ranked}
 
 
-def test_every_planner_is_listed_and_those_that_training_cannot_run_as_such_and_they_plan(run):
+def test_every_planner_is_listed_and_those_with_costs_of_their_own_plan(run):
     listed = run("schedules")
     rows = listed.split("\n\n")[0].splitlines()[1:]
     assert [line.split()[0] for line in rows if not line.startswith(" ")] == list(PLANNERS.entries())
     for name, flags in (("helixpipe", ""), ("flexsp", "--context-parallel-size 4 --model llama3-8b")):
-        lacks = PLANNERS.entries()[name].lacks
-        assert (f"{name} is planned, not run: training lacks {lacks}." in listed) == bool(lacks)
         run(f"plan --lengths 9000,900,800,700 --stages 2 --planner {name} -o {name}.json {flags}")
         assert "sound" in run(f"check {name}.json")
         assert name not in usual()

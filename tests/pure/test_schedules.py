@@ -250,7 +250,7 @@ def test_too_few_chunks_are_refused_with_how_many_it_takes(name: str, least: str
         plan(problem, costs_of(problem), Options(planner=name, slices=1))
 
 
-@pytest.mark.parametrize("name", [name for name in compared.ORDERS if not PLANNERS.entries()[compared.ORDERS[name][0]].lacks])
+@pytest.mark.parametrize("name", [name for name in compared.ORDERS if name != "helixpipe"])  # whose blocks greedy has not
 @some_by_default(("ranks", "microbatches"), [(4, 8), (8, 32)], 1)
 def test_greedy_is_no_slower_than_an_order_with_as_much_memory(name: str, ranks: int, microbatches: int):
     planner, count = compared.ORDERS[name]

@@ -9,7 +9,7 @@ host are timed waits overlapped with compute, one at a time if ranks share a lin
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.contrib.helix.attention_messages import AttentionMessages, attention_links
+from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A, G
 from megatron_epp.plan import Action, Op, Plan
 from megatron_epp.plan.communicators import directions
 from megatron_epp.runtime.attention.kv_cache import SlicedKVCache
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.executor import Executor, Handler
+from megatron_epp.runtime.executor import HANDLERS, Executor, Handler
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.objects import Groups
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
@@ -190,6 +192,43 @@ class WaitingShards:
         self._rank.perform(action, float(when[0]) + moved_us * self._rank.scale * 1e-6)
 
 
+class WaitingAttention:
+    """Handlers of attention on ranks of its own, and around those of stages, by timed waits: messages carry times."""
+
+    def __init__(self, rank: EmulatedRank, links: Links | None, new_group: Callable[[], dist.ProcessGroup]) -> None:
+        message = (1,), torch.float64, torch.device("cpu")
+        self._rank, self._times_us = rank, dict(rank.plan.messages.message_us)
+        own = None if links is None else attention_links(links, new_group)
+        self._between = AttentionMessages(rank.plan, own, lambda kind, chunk: message)
+
+    def handlers(self) -> Mapping[Op, Handler]:
+        """Return the handlers for `Executor`."""
+        return {**self._between.handlers(), **dict.fromkeys(_GIVES, self._run)}
+
+    def _run(self, executor: Executor, action: Action) -> None:
+        op, number, chunk = action
+        (takes, behind), (gives, ahead) = _TAKES[op], _GIVES[op]
+        sites, arrived_s = range(self._rank.plan.num_stages - 1), self._rank.origin_s
+        if number - behind in sites:
+            key = takes, number - behind, chunk
+            source, target = self._between.ranks(*key)
+            moved_us = self._times_us[takes.send][chunk] if source != target else 0.0
+            arrived_s = float(self._between.take(*key)[0]) + moved_us * self._rank.scale * 1e-6
+        if op in HANDLERS:
+            _wait_until(arrived_s)
+            HANDLERS[op](executor, action)
+        else:
+            self._rank.perform(action, arrived_s)
+        if number - ahead in sites:
+            ended = torch.tensor([self._rank.ended_s[action]], dtype=torch.float64)
+            self._between.put(gives, number - ahead, chunk, ended)
+
+
+_TAKES = {Op.F: (RESULT, 1), A: (INPUTS, 0), Op.B: (INPUTS_GRADIENT, 0), G: (RESULT_GRADIENT, 0)}
+_GIVES = {Op.F: (INPUTS, 0), A: (RESULT, 0), Op.B: (RESULT_GRADIENT, 1), G: (INPUTS_GRADIENT, 0)}
+"""What actions take from attention or give to it, and the number that its site is lower by than theirs."""
+
+
 def emulate(plan: Plan, scale: float, timeout_s: float) -> list[Events]:
     """Emulate a checked plan, with its ranks as processes that sleep `scale` seconds per planned second.
 
@@ -221,6 +260,8 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> Events:
     handlers[Op.W] = lambda _, action: stages[action.stage].weight(action)
     if plan.num_ranks > 1:
         handlers |= WaitingShards(shared, *(dist.new_group(everyone) for _ in range(2))).handlers()
+    if any(step.action.op is A for row in plan.ranks for step in row):
+        handlers |= WaitingAttention(shared, links, lambda: dist.new_group(everyone)).handlers()
     executor = executor_of(unstreamed, rank, stages, links, handlers=handlers)
     shared.origin_s = float(start[0])
     _wait_until(shared.origin_s)

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.contrib.helix.attention_operations import INPUTS, INPUTS_GRADIENT, RESULT, RESULT_GRADIENT, A
-from megatron_epp.cost.blocks import HEAD, LAYER, UNKNOWN_BYTES, StageCosts
+from megatron_epp.cost.blocks import HEAD, LAYER, UNKNOWN_BYTES, BlockCosts, StageCosts
 from megatron_epp.cost.kv_costs import KVBytes
+from megatron_epp.cost.memory import NO_STATIC
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LinearTime, TimeColumn
 from megatron_epp.plan import Op
 from megatron_epp.plan.operations import OperationRows
+from megatron_epp.port.run_facts import CostsFile, RunFacts
 from megatron_epp.tools.formulas.profile import Profile, block_of, mlp_of
 
 ATTENTION, MLP = "attention", "mlp"
@@ -77,6 +79,22 @@ def cut_at_attention(costs: PipelineCosts, profile: Profile) -> PipelineCosts:
     return replace(costs, stages=(first, *stages, last))
 
 
+def costs_of_run(facts: RunFacts, file: CostsFile | None, whole: PipelineCosts) -> SeparateAttentionCosts:
+    """Return the costs of a run's stages, given those of stages of a whole layer each, with one stage more on the first rank.
+
+    That stage's weights are the first one's, and its MLP keeps what a layer does not keep that runs its MLP again.
+    """
+    from megatron_epp.tools.formulas.of_run import profile_for_search  # which only the planning process needs
+
+    first, *stages, last = whole.stages
+    stages = [first.changed(LAYER, count=0), *stages, replace(last, static=NO_STATIC)]
+    costs = cut_at_attention(replace(whole, stages=tuple(stages)), profile_for_search(facts, file))
+    *stages, cut = costs.stages
+    if (mlp := last.layers.recompute.get("mlp")) is not None:
+        cut = cut.changed(MLP, bytes_per_token=last.layers.bytes_per_token - mlp.bytes_per_token)
+    return with_separate_attention(replace(costs, stages=(*stages, cut)))
+
+
 def with_separate_attention(costs: PipelineCosts, *, last_in_backward: bool = True) -> SeparateAttentionCosts:
     """Return the costs of the same stages, each cut inside attention, which runs separately from them.
 
@@ -116,6 +134,17 @@ def without_attention(stage: StageCosts) -> StageCosts:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardBlock(BlockCosts):
+    """A block whose forward runs in its backward."""
+
+    again_bytes_per_token: float  # that this forward keeps until the backward ends, with the head's
+
+    def passing_bytes(self, work: ChunkWork) -> TimeColumn:
+        """Bytes that the backward needs for a moment."""
+        return BlockCosts.passing_bytes(self, work) + self.again_bytes_per_token * work.tokens
+
+
 def in_backward(last: StageCosts) -> StageCosts:
     """Return the costs of a last stage whose backward runs the forward too, of the MLP that it begins with and of the head.
 
@@ -123,11 +152,13 @@ def in_backward(last: StageCosts) -> StageCosts:
     attention's output besides the residual. `last` is as `without_attention` returns it.
     """
     goes = [*last.inner, *(block for block in last.ends if block.kind == HEAD)]
-    working = sum((block.bytes_per_token for block in goes), last.layers.working_bytes_per_token)
+    again = sum(block.bytes_per_token for block in goes)
     (layer, *forward), (of_layer, *backward) = last.lines("forward"), last.lines("backward")
     last = last.with_lines("backward", of_layer, *map(add, backward, forward)).with_lines("forward", layer, NO_TIME, NO_TIME)
     last = last.changed(ATTENTION, MLP, bytes_per_token=last.layers.input_bytes_per_token).changed(HEAD, bytes_per_token=0.0)
-    return last.changed(LAYER, MLP, working_bytes_per_token=working)
+    received, mlp, no_layer, *head = last.blocks
+    values = {field.name: getattr(mlp, field.name) for field in fields(BlockCosts)}
+    return replace(last, blocks=(received, no_layer, BackwardBlock(**values, again_bytes_per_token=again), *head))
 
 
 def attention_of(stages: Sequence[StageCosts]) -> SeparateAttention:

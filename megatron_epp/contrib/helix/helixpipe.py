@@ -35,14 +35,6 @@ FOLDS = 2
 _BACKWARD = {Op.F: Op.B, A: G}
 
 
-class HelixPlacement(Placement):
-    """Looped placement with one stage more, on the first rank."""
-
-    @property
-    def num_stages(self) -> int:
-        return self.num_ranks * self.num_chunks + 1
-
-
 class HelixLayout(Layout):
     """Blocks from one layer's attention to the next, of a layer each but for the first, which ends with the first attention."""
 
@@ -56,7 +48,7 @@ class HelixLayout(Layout):
         count, more = divmod(num_layers, num_ranks)
         if more or not count:
             raise EppError(f"separate attention needs equally many layers on every rank; {num_ranks} ranks share {num_layers}")
-        return HelixLayout((0, *(1,) * num_layers), HelixPlacement("looped", num_ranks, count))
+        return HelixLayout((0, *(1,) * num_layers), Placement("ring", num_ranks, count))
 
     @property
     def is_movable(self) -> bool:
@@ -115,7 +107,7 @@ class HelixOrder(FixedOrder):
         return HelixLayout.of(num_layers, num_ranks)
 
     def placement(self, problem: Problem, options: Options) -> Placement:
-        helix = HelixPlacement("looped", problem.num_ranks, problem.num_stages // problem.num_ranks)
+        helix = Placement("ring", problem.num_ranks, problem.num_stages // problem.num_ranks)
         if helix.rank_of == problem.placement:
             return helix
         raise PlanError(

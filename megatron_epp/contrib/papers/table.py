@@ -60,12 +60,13 @@ PLANNERS: dict[str, PlannerEntry] = {
         FixedOrder(stp, "v", 2), "exchanges behind compute, two stages in a V", "2510.27257", splits_weight=True, joins=True
     ),
     "hanayo": _order(FixedOrder(hanayo, "v", 2), "waves: what is ready runs, two stages in a V", "2308.15762"),
-    "helixpipe": _order(
+    "helixpipe": PlannerEntry(
         HelixOrder(helixpipe, chunks_per_rank=None),
         "attention of several microbatches on all ranks at once",
         "2507.00394",
         has_own_size=True,
-        lacks="attention of a layer on another rank than its weights",
+        placement="ring",
+        problems="megatron_epp.contrib.helix:problems",
     ),
     "chronos": _order(
         FixedOrder(chronos, chunks_per_rank=2, fit=longest_lived_first),

@@ -12,6 +12,7 @@ from megatron_epp.mcore.arguments.rule import Door, Rule, flags, problems_of
 from megatron_epp.mcore.releases import check_calls, has_user_microbatches, installed_version, saves_several_buckets_resharded
 from megatron_epp.plan.flags import AUTO
 from megatron_epp.plan.placement import placements_of
+from megatron_epp.plan.planners import PLANNERS
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
 def _leave_open(args: argparse.Namespace, door: Door) -> None:
     """Leave to the data what no flag says: layers, stages of ranks (`epp_open_placements`) and the output layer."""
     kind, chunks = args.epp_placement, getattr(args, "num_virtual_stages_per_pipeline_rank", None)
-    args.epp_placement = kind or "looped"
+    args.epp_placement = "v" if kind == "v" else getattr(PLANNERS.entry(args.epp_planner), "placement", "looped")
     args.epp_chosen_by_default, args.epp_open_placements = False, []
     weights = {"on": True, "off": False}
     args.epp_split_weight_gradient = weights.get(args.epp_split_weight_gradient, args.epp_split_weight_gradient)
@@ -120,7 +121,7 @@ def _leave_open(args: argparse.Namespace, door: Door) -> None:
         if why := why or next(problems_of(args, door, refusals.WEIGHTS_TOGETHER), ""):
             args.epp_split_weight_gradient = False
             logger.debug("weight gradients are computed with their backwards, since %s", why)
-    if args.epp_layout == EVEN and is_divided(args):
+    if args.epp_layout == EVEN and (is_divided(args) or args.epp_placement == "ring"):
         args.epp_layout = None
     elif is_open(args):
         args.epp_layout, args.epp_chosen_by_default = "auto", True

@@ -57,7 +57,7 @@ def construct(args: argparse.Namespace, original: Callable[..., None], *rest: An
     # Its fused rotation reads angles by a token's place in the batch, not by its position in the sequence.
     if getattr(call.arguments["config"], "multi_latent_attention", False):
         call.arguments["config"].apply_rope_fusion = False
-    if args.epp_placement == "v":
+    if args.epp_placement in ("v", "ring"):
         call.arguments |= model_chunks.ends(args, vp_stage)
         if "transformer_layer_spec" not in call.arguments:
             name, placement = next(filter(call.arguments.get, HYBRID_PATTERNS)), placement_of(args)

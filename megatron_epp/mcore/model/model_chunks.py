@@ -62,19 +62,16 @@ def layout_of(args: argparse.Namespace, transformer: Any) -> Layout:
 
 def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
     """Divide a model's layers by its layout, and clear the settings that it replaces, unless Megatron's own say the same."""
-    if hybrid_pattern(args):
-        return  # which the segments of the pattern say
     setting = getattr(args, "epp_layout", None)
-    if placement_of(args).is_looped and setting is None:
+    if hybrid_pattern(args) or (placement_of(args).is_looped and setting is None):  # segments of the pattern say it
         return
     if setting in SEARCHED:
         _unsettled.append(weakref.ref(transformer))
     if isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):  # a copy of a config that has been through this
         return
     layout = layout_of(args, transformer)
-    if layout.to_megatron() is not None:
-        return
-    _place(transformer, layout)
+    if layout.to_megatron() is None:
+        _place(transformer, layout)
 
 
 def settle_stages(args: argparse.Namespace) -> None:
@@ -125,15 +122,14 @@ def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[
     chunks_of_ranks = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
     if layout is not None:
         return [layout.layout[rank][chunk].count(LayerType.decoder) for rank, chunk in chunks_of_ranks]
-    chunks = (lambda chunk: chunk) if num_chunks > 1 else (lambda _: None)
-    return [get_num_layers_to_build(transformer, chunks(chunk), rank) for rank, chunk in chunks_of_ranks]
+    return [get_num_layers_to_build(transformer, chunk if num_chunks > 1 else None, rank) for rank, chunk in chunks_of_ranks]
 
 
 def ends(args: argparse.Namespace, vp_stage: int | None) -> dict[str, bool]:
     """Return `pre_process` and `post_process` of a chunk of this rank: True for the model's first and its last stage."""
     placement = placement_of(args)
-    stage = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
-    return {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1}
+    own = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0 :: placement.num_chunks]
+    return {"pre_process": 0 in own, "post_process": placement.num_stages - 1 in own}
 
 
 _first_stage: weakref.ref[Any] | None = None

@@ -51,7 +51,7 @@ def check_call(args: argparse.Namespace, call: Mapping[str, Any]) -> None:
         if call.get(name) is not None:
             raise EppError(f"--epp cannot honour {name} of pretrain: leave it out, or start without --epp")
     functions = {role: call[parameter] for role, parameter in _PARAMETERS.items()}
-    if args.epp_placement == "v" and call.get("get_embedding_ranks") is not None:  # the placement says which they are
+    if args.epp_placement in ("v", "ring") and call.get("get_embedding_ranks") is not None:  # the placement says which they are
         functions[EMBEDDING_RANKS] = call["get_embedding_ranks"]
     require_stock(functions)
 

@@ -19,7 +19,8 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
     part of a weight has its rows behind the name.
     """
     for chunk in model:
-        numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
+        layers = get_attr_wrapped_model(chunk, "decoder").layers  # of which one may be parts of two
+        numbers = [getattr(layer, "number_of", lambda _, own=layer.layer_number - 1: own) for layer in layers]
         for name, parameter in chunk.named_parameters():
             shard: Any = getattr(unwrap_model(chunk), "output_layer", None)
             rows: Any = getattr(shard, "vocabulary", None)
@@ -27,7 +28,8 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
             if getattr(parameter, "shared", False) or (is_part and rows.is_tied):
                 name = name.replace("output_layer", "embedding.word_embeddings")
             name += f"[{rows.own.start}:{rows.own.stop}]" if is_part else ""
-            yield re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(numbers[int(m[0])]), name), parameter  # noqa: B023
+            name = re.sub(r"(?<=decoder\.layers\.)(\d+)\.(.*)", lambda m: f"{numbers[int(m[1])](m[2])}.{m[2]}", name)  # noqa: B023
+            yield name, parameter
 
 
 def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
@@ -42,9 +44,7 @@ def reduced_gradients(model: Sequence[Any]) -> dict[str, Tensor]:
                 part = whole[buffer][bucket.offset : bucket.offset + bucket.grad_data.numel()]
                 dist.all_gather_into_tensor(part, mine.clone(), group=group)
     gradients = {}
-    for name, p in parameters(model):
-        if not p.requires_grad:
-            continue
+    for name, p in ((name, p) for name, p in parameters(model) if p.requires_grad):
         buffer = next(b for b in whole if p in b.param_index_map)
         start, end, _ = buffer.param_index_map[p]
         gradients[name] = whole[buffer][start:end].view(p.shape)

@@ -36,7 +36,7 @@ class Configuration:
     expert: int = 1  # ranks that share experts; they are among the tensor-, context- and data-parallel ones
     expert_tensor: int = 1  # ranks that share an expert
     virtual: int = 1  # stages on each rank
-    placement: Literal["looped", "v"] = "looped"  # of the stages if a rank has several, a value of ``--epp-placement``
+    placement: Literal["looped", "v", "ring"] = "looped"  # of the stages if a rank has several, a value of ``--epp-placement``
     layers: tuple[int, ...] = ()  # of every stage, in the model's order
     shards_vocabulary: bool = False  # the output layer is divided over the pipeline ranks
     # What slices of latent attention hand on, a value of ``--epp-latents``; empty for what the model's flags say

@@ -43,16 +43,16 @@ class Chosen:
         """Describe the layout, in lines: none for even layers on one stage per rank that were asked for."""
         layout, placement, choice, flags = self.layout, self.layout.placement, self.choice, flags_of(args)
         is_even = placement.num_chunks == 1 and layout == even(layout.num_layers, placement.num_ranks) and choice is None
-        if is_even and self.kind != BALANCED:
-            return []
         line = f"layout: {f'{self.kind}, ' * bool(self.kind)}{layout.text()}"
         if is_even:
-            return [line]
+            return [line] * (self.kind == BALANCED)
         if choice is not None:
             line += f"; {format_us(choice.makespan_us)} expected, at least {format_us(choice.bound_us)} in any order"
             line += f", {format_us(choice.even_us)} with even layers ({choice.gain:.1%} saved)"
         in_a_v = " --epp-placement v" * (not placement.is_looped)
-        if pattern := whole_pattern(flags):
+        if placement.kind == "ring":
+            own = f"--num-virtual-stages-per-pipeline-rank {placement.num_chunks}"
+        elif pattern := whole_pattern(flags):
             own = f"--hybrid-layer-pattern '{staged_pattern(pattern, layout.layers)}'" + in_a_v
         elif (megatron := layout.to_megatron(flags.get("mtp_num_layers") or 0)) is not None:
             own = f"--pipeline-model-parallel-layout '{megatron}'"

@@ -162,7 +162,7 @@ def row(args: argparse.Namespace, case_of_order: tuple[Case, str]) -> Figures:
     planner, count = ORDERS[name]
     schedule = PLANNERS.entries()[planner]
     layout = layout_of(name)
-    usual = USUAL if schedule.lacks else layout
+    usual = USUAL if schedule.placement == "ring" else layout
     uses = schedule.splits_weight, schedule.offloads, schedule.joins
     theirs, ours = predicted(case, layout, planner, *uses), predicted(case, usual, "greedy", *uses)
     return {

@@ -74,7 +74,7 @@ def ratios(seed: int, orders: Sequence[str] | None = None) -> Figures:
         assert schedule.fixed is not None
         layout = schedule.fixed.layout(LAYERS, problem.num_ranks, count)
         uses = schedule.splits_weight, schedule.joins
-        usual = _even(problem.num_ranks) if schedule.lacks else layout
+        usual = _even(problem.num_ranks) if schedule.placement == "ring" else layout
         rows[order] = {"makespan_us": makespan_us(layout, planner, *uses), "greedy_us": makespan_us(usual, "greedy", *uses)}
     return {"seed": seed, "batch": name, "orders": rows}
 

@@ -128,26 +128,26 @@ def by_rows(rows_of: Callable[[Question, Configuration, int], Sequence[Sequence[
 
 
 def with_dynamic_context(asked: Question, config: Configuration) -> float:
-    """Return the time of Megatron's dynamic context parallelism, of which a microbatch takes as long as its slowest team."""
+    """Return the time of Megatron's dynamic context parallelism, of which a microbatch takes as long as its slowest group."""
     if config.data > 1 or config.context == 1:
         return math.inf
     least_us, problem, costs = math.inf, asked.problem(config, asked.lengths), asked.costs(config)
     for doubled in range(4):
         rank_tokens = (-(-asked.context // config.context)) << doubled
-        chunks, groups = [], []
-        for teams in dynamic_context(asked.lengths, config.context, rank_tokens):
-            teams = sorted(teams, key=lambda team: -team.degree)
-            chunks.append(Chunk(tuple(Segment(q, 0, asked.lengths[q]) for team in teams for q in team.sequences)))
-            firsts = accumulate((team.degree for team in teams), initial=0)
-            begins = accumulate((len(team.sequences) for team in teams), initial=0)
-            groups.append(
+        chunks, of_chunk = [], []
+        for groups in dynamic_context(asked.lengths, config.context, rank_tokens):
+            groups = sorted(groups, key=lambda group: -group.degree)
+            chunks.append(Chunk(tuple(Segment(q, 0, asked.lengths[q]) for group in groups for q in group.sequences)))
+            firsts = accumulate((group.degree for group in groups), initial=0)
+            begins = accumulate((len(group.sequences) for group in groups), initial=0)
+            of_chunk.append(
                 tuple(
-                    Group(first, team.degree, tuple(range(at, at + len(team.sequences))))
-                    for first, at, team in zip(firsts, begins, teams, strict=False)
+                    Group(first, group.degree, tuple(range(at, at + len(group.sequences))))
+                    for first, at, group in zip(firsts, begins, groups, strict=False)
                 )
             )
-        fullest = [max(group.rank_tokens(chunk) for group in own) for own, chunk in zip(groups, chunks, strict=True)]
-        extension = ContextGroups(config.context, tuple(groups), tuple(fullest))
+        fullest = [max(group.rank_tokens(chunk) for group in own) for own, chunk in zip(of_chunk, chunks, strict=True)]
+        extension = ContextGroups(config.context, tuple(of_chunk), tuple(fullest))
         order = seq1f1b_order(slice_groups(chunks), problem.num_stages, False)
         decisions = GroupedDecisions(tuple(chunks), order, [[0] * len(chunks)] * config.pipeline, extensions=(extension,))
         tables = decisions.tables(problem, costs)

@@ -35,7 +35,7 @@ def dp_balanced(lengths: Sequence[int], budget: int, replicas: int) -> list[Rows
 
 
 @dataclass(slots=True)
-class Team:
+class RankGroup:
     """Ranks that share some sequences of a microbatch, which are positions in the batch."""
 
     degree: int
@@ -44,66 +44,70 @@ class Team:
     work: float = 0.0  # of each rank: squares of lengths
 
 
-def dynamic_context(lengths: Sequence[int], ranks: int, rank_tokens: int) -> list[list[Team]]:
-    """Return the teams of every microbatch by `default_dynamic_cp`, for a power of two of data- and context-parallel ranks.
+def dynamic_context(lengths: Sequence[int], ranks: int, rank_tokens: int) -> list[list[RankGroup]]:
+    """Return the groups of every microbatch by `default_dynamic_cp`, for a power of two of data- and context-parallel ranks.
 
     The longest sequence that is left opens a microbatch, on the fewest ranks that have room. Each other, in falling order, goes
-    to the team, or to free ranks, with which the rank with most work has least. Ranks that are left empty then go to the
-    smallest teams, which double.
+    to the group, or to free ranks, with which the rank with most work has least. Ranks that are left empty then go to the
+    smallest groups, which double.
     """
-    left, microbatches = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q)), list[list[Team]]()
+    left, microbatches = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q)), list[list[RankGroup]]()
     while left:
-        teams, later = _microbatch(left, lengths, ranks, rank_tokens)
-        microbatches.append(teams)
+        groups, later = _microbatch(left, lengths, ranks, rank_tokens)
+        microbatches.append(groups)
         left = later
     return microbatches
 
 
-def _microbatch(order: Sequence[int], lengths: Sequence[int], ranks: int, rank_tokens: int) -> tuple[list[Team], list[int]]:
+def _microbatch(
+    order: Sequence[int], lengths: Sequence[int], ranks: int, rank_tokens: int
+) -> tuple[list[RankGroup], list[int]]:
     def least(q: int) -> int:
         return max(1, 1 << math.ceil(math.log2(lengths[q] / rank_tokens)) if lengths[q] > rank_tokens else 1)
 
     cap = lengths[order[0]] * rank_tokens * _SLACK
-    teams, later = [Team(least(order[0]))], list[int]()
-    _put(teams[0], order[0], lengths)
+    groups, later = [RankGroup(least(order[0]))], list[int]()
+    _put(groups[0], order[0], lengths)
     for q in order[1:]:
-        most, free = max(team.work for team in teams), ranks - sum(team.degree for team in teams)
-        best: tuple[float, Team] | None = None
+        most, free = max(group.work for group in groups), ranks - sum(group.degree for group in groups)
+        best: tuple[float, RankGroup] | None = None
         degree = least(q)
         while degree <= ranks:
             added = lengths[q] ** 2 / degree
-            fitting = [team for team in teams if team.degree == degree and team.tokens + lengths[q] / degree <= rank_tokens]
-            for team in [*fitting, *([Team(degree)] if free >= degree else [])]:
-                projected = max(most, team.work + added)
+            fitting = [
+                group for group in groups if group.degree == degree and group.tokens + lengths[q] / degree <= rank_tokens
+            ]
+            for group in [*fitting, *([RankGroup(degree)] if free >= degree else [])]:
+                projected = max(most, group.work + added)
                 if projected <= cap and (best is None or projected < best[0]):
-                    best = projected, team
+                    best = projected, group
             degree *= 2
         if best is None:
             later.append(q)
             continue
         if not best[1].sequences:
-            teams.append(best[1])
+            groups.append(best[1])
         _put(best[1], q, lengths)
-    while (free := ranks - sum(team.degree for team in teams)) > 0:
-        smallest = min(teams, key=lambda team: team.degree)
+    while (free := ranks - sum(group.degree for group in groups)) > 0:
+        smallest = min(groups, key=lambda group: group.degree)
         if smallest.degree > free:
             return _all_ranks(order, lengths, ranks, rank_tokens)
         smallest.degree *= 2
-    return teams, later
+    return groups, later
 
 
-def _put(team: Team, q: int, lengths: Sequence[int]) -> None:
-    team.sequences.append(q)
-    team.tokens += lengths[q] / team.degree
-    team.work += lengths[q] ** 2 / team.degree
+def _put(group: RankGroup, q: int, lengths: Sequence[int]) -> None:
+    group.sequences.append(q)
+    group.tokens += lengths[q] / group.degree
+    group.work += lengths[q] ** 2 / group.degree
 
 
-def _all_ranks(order: Sequence[int], lengths: Sequence[int], ranks: int, rank_tokens: int) -> tuple[list[Team], list[int]]:
+def _all_ranks(order: Sequence[int], lengths: Sequence[int], ranks: int, rank_tokens: int) -> tuple[list[RankGroup], list[int]]:
     """Return a microbatch that all ranks share, of the sequences that fit, and those that do not."""
-    team, later = Team(ranks), list[int]()
+    group, later = RankGroup(ranks), list[int]()
     for q in order:
-        if team.tokens + lengths[q] / ranks <= rank_tokens:
-            _put(team, q, lengths)
+        if group.tokens + lengths[q] / ranks <= rank_tokens:
+            _put(group, q, lengths)
         else:
             later.append(q)
-    return [team], later
+    return [group], later

@@ -83,6 +83,7 @@ MORE = {
         EXPERTS, "--epp-slices 3", both=f"{WINDOWS} 2 --softmax-type off-by-one {GROUPED}", optimizer=OVERLAPPED
     ),
     "windows and sinks, context parallel": case("cp2", "--epp-slices 3", both=f"{WINDOWS} 2 --softmax-type learnable"),
+    "attention on other ranks": case("pp2 looped2", "--epp-slices 1 --epp-recompute 1 --epp-planner helixpipe", "gpt2"),
     "a vocabulary in shards": case("pp2", "--epp-slices 3 --epp-vocab-parallel on"),
 }
 """In the set `slow`, by themselves."""
