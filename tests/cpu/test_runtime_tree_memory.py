@@ -40,7 +40,7 @@ def held(kind: str, plan: Plan, backwards: Sequence[int]) -> list[tuple[int, int
     torch.manual_seed(0)
     layer, kv_cache, runs, found = KINDS[kind]().float(), SlicedKVCache(), list[Any](), list[tuple[int, int]]()
     with SavedTensors(layer.parameters(), lambda: kv_cache.num_bytes) as saved:
-        for c, (table, view, _, begun, cache) in enumerate(chunk_layouts(plan)):
+        for c, (table, view, _, begun, cache, *_) in enumerate(chunk_layouts(plan)):
             own = kv_cache if cache is SlicedKVCache else kv_cache.of_kind(cache)
             x = torch.randn(table.num_tokens, HIDDEN, requires_grad=True)
             runs.append(layer.in_chunk(0, x, ChunkContext(c, table, own, view, begun=begun)))
