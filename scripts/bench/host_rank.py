@@ -120,7 +120,7 @@ def count_actions(path: Path) -> None:
     perform = Executor.perform
 
     def performed(self: Any, action: Any, handler: Any) -> None:
-        with _written(path, str(action.op), len(self._layouts[action.chunk].table.segments)):
+        with _written(path, str(action.op), len(self.layouts[action.chunk].table.segments)):
             perform(self, action, handler)
 
     Executor.perform = performed  # type: ignore[method-assign]
