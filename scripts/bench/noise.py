@@ -32,7 +32,7 @@ from scripts.bench.planner.suite import Case, fitting, name_of, sampled_cases
 from scripts.tables import table
 
 EVERY = 3
-"""Of the cases of `bench/planner`, one in so many."""
+"""One in so many cases of `bench/planner` is run."""
 DRAWS = 10
 NOISE = (0.02, 0.05, 0.10, 0.20)
 """Standard deviations of the logarithm of a pass's time."""

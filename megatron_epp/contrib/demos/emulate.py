@@ -226,7 +226,7 @@ class WaitingAttention:
 
 _TAKES = {Op.F: (RESULT, 1), A: (INPUTS, 0), Op.B: (INPUTS_GRADIENT, 0), G: (RESULT_GRADIENT, 0)}
 _GIVES = {Op.F: (INPUTS, 0), A: (RESULT, 0), Op.B: (RESULT_GRADIENT, 1), G: (INPUTS_GRADIENT, 0)}
-"""What actions take from attention or give to it, and the number that its site is lower by than theirs."""
+"""Messages that actions take from attention and give to it, and how far its site is below theirs."""
 
 
 def emulate(plan: Plan, scale: float, timeout_s: float) -> list[Events]:

@@ -153,9 +153,8 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
     caches = _caches(stage)
     for kind, own in caches.items():
         costs = costs.changed(kind, cached_share=sum(own) / max(1, len(own)))
-    unlike = tuple(
-        replace(at, cached_share=float(has)) for at, has in zip(costs.unlike, caches[LAYER], strict=bool(costs.unlike))
-    )
+    of_layers = zip(costs.unlike, caches[LAYER], strict=bool(costs.unlike))
+    unlike = tuple(replace(at, cached_share=float(has)) for at, has in of_layers)
     if not unlike:
         of_input = sum(block.bytes_per_token for block in costs.blocks if block.kind == INPUT)
         costs = costs.changed(INPUT, bytes_per_token=of_input + few.cache * _most_taken_off(caches[LAYER]))
@@ -165,7 +164,8 @@ def _with_kv_bytes(costs: StageCosts, stage: MegatronStage, few: _Slices) -> Sta
         return replace(costs, blocks=(received, *rest))
     handover, tails = resolve_name("megatron_epp.mcore.costs.handover_probe:handed_over")(stage)
     costs = replace(costs, blocks=(received, handover, *rest)).changed(LAYER, tail_bytes=sum(tails) / max(1, len(tails)))
-    return replace(costs, unlike=tuple(replace(at, tail_bytes=own) for at, own in zip(costs.unlike, tails, strict=False)))
+    with_tails = zip(costs.unlike, tails, strict=bool(costs.unlike))
+    return replace(costs, unlike=tuple(replace(at, tail_bytes=own) for at, own in with_tails))
 
 
 def _caches(stage: MegatronStage) -> dict[str, list[bool]]:

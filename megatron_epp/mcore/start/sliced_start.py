@@ -106,7 +106,7 @@ def _stages_of(run: SlicedRun, models: Sequence[torch.nn.Module], config: Any) -
     head = HeadSettings(MegatronStage)
     for change in targets(run.asked, "head"):
         change(run, models, head)
-    last = run.placement.num_stages - 1
+    own, last = run.placement.stages(run.rank), run.placement.num_stages - 1
     return {
         stage: (head.make if stage == last else MegatronStage)(
             model,
@@ -118,7 +118,7 @@ def _stages_of(run: SlicedRun, models: Sequence[torch.nn.Module], config: Any) -
             block_loss=block_loss(run.args, language_model_of(model), head.asked) if head.has_head and stage == last else None,
             own_inputs=run.own_inputs if stage == 0 else None,
         )
-        for stage, model in zip(run.placement.stages(run.rank), (*models, models[0]), strict=False)  # a ring's last is there
+        for stage, model in zip(own, (*models, *models[: len(own) - run.placement.num_chunks]), strict=True)  # the ring's last
     }
 
 

@@ -23,16 +23,16 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from megatron_epp.contrib.flexsp.context_groups import ContextGroups, Group
+from megatron_epp.contrib.flexsp.context_groups import ContextGroups
+from megatron_epp.contrib.flexsp.degrees import Divided
 from megatron_epp.contrib.flexsp.group_costs import GroupedDecisions
 from megatron_epp.cost.work import causal_pairs
 from megatron_epp.data import sequence_lengths
-from megatron_epp.plan import Chunk, EppError, InfeasibleError, Segment
+from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.fit import is_within, peaks_bytes, uniform_steps
 from megatron_epp.planner.microbatches import plan_in_order
@@ -134,22 +134,15 @@ def with_dynamic_context(asked: Question, config: Configuration) -> float:
     least_us, problem, costs = math.inf, asked.problem(config, asked.lengths), asked.costs(config)
     for doubled in range(4):
         rank_tokens = (-(-asked.context // config.context)) << doubled
-        chunks, of_chunk = [], []
+        divided = []
         for groups in dynamic_context(asked.lengths, config.context, rank_tokens):
-            groups = sorted(groups, key=lambda group: -group.degree)
-            chunks.append(Chunk(tuple(Segment(q, 0, asked.lengths[q]) for group in groups for q in group.sequences)))
-            firsts = accumulate((group.degree for group in groups), initial=0)
-            begins = accumulate((len(group.sequences) for group in groups), initial=0)
-            of_chunk.append(
-                tuple(
-                    Group(first, group.degree, tuple(range(at, at + len(group.sequences))))
-                    for first, at, group in zip(firsts, begins, groups, strict=False)
-                )
-            )
+            groups.sort(key=lambda group: -group.degree)
+            divided.append(Divided(tuple(own.degree for own in groups), tuple(tuple(own.sequences) for own in groups)))
+        chunks, of_chunk = zip(*(own.chunk(asked.lengths) for own in divided), strict=True)
         fullest = [max(group.rank_tokens(chunk) for group in own) for own, chunk in zip(of_chunk, chunks, strict=True)]
-        extension = ContextGroups(config.context, tuple(of_chunk), tuple(fullest))
+        extension = ContextGroups(config.context, of_chunk, tuple(fullest))
         order = seq1f1b_order(slice_groups(chunks), problem.num_stages, False)
-        decisions = GroupedDecisions(tuple(chunks), order, [[0] * len(chunks)] * config.pipeline, extensions=(extension,))
+        decisions = GroupedDecisions(chunks, order, [[0] * len(chunks)] * config.pipeline, extensions=(extension,))
         tables = decisions.tables(problem, costs)
         for layers in range(max(config.layers) + 1):
             again = uniform_steps(tables, layers)
