@@ -77,3 +77,18 @@ def test_rows_and_sums_of_gradients_take_what_is_counted_for_trees(kind: str, pe
     )
     planned = np.cumsum([*opened, *(sums - closed - opened)[BACKWARDS]])
     assert [cached for _, cached in held(kind, PLAN, BACKWARDS)] == planned.tolist()
+
+
+def test_sums_of_gradients_are_seen_though_the_backward_that_makes_them_ends_them() -> None:
+    """No tensor is saved or released between a node's sums and their end, where all of its readers are in its own chunk."""
+    plan = replace(plan_of((8, 8), [[(0, 0, 8), (1, 4, 8)]]), borrowed=(NOTHING_BORROWED, Borrowed(0, 4)))
+    sums = work_of_tree(plan.chunks, plan, plan.lengths).opened_gradients(lambda tokens: 64 * tokens)
+    seen, layer, kv_cache = list[int](), KINDS["full attention"]().float(), SlicedKVCache()
+    table, view, _, begun, cache, *_ = chunk_layouts(plan)[0]
+    own = kv_cache if cache is SlicedKVCache else kv_cache.of_kind(cache)
+    with SavedTensors(layer.parameters(), lambda: seen.append(kv_cache.num_bytes) or kv_cache.num_bytes):
+        x = torch.randn(table.num_tokens, HIDDEN, requires_grad=True)
+        run = layer.in_chunk(0, x, ChunkContext(0, table, own, view, begun=begun))
+        rows = kv_cache.num_bytes
+        run.sum().backward()
+    assert max(seen) == rows + sums[0] > rows
