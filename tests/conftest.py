@@ -1,6 +1,7 @@
 """Shared by all tests: the sets `fast` and `slow`, hypothesis without deadlines, the order of files, several files at once."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.processes:  # the longest first, so that all end together; with -x the shortest, which may end it soon
         direction = 1 if config.option.maxfail else -1
         items.sort(key=lambda item: direction * seconds_of(item.path))
+
+
+@pytest.fixture(scope="module")
+def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.support.mcore.matrix import Matrix  # which imports torch
+
+    return Matrix.of(request, tmp_path_factory)
 
 
 def _is_fast_set(config: pytest.Config) -> bool:

@@ -65,16 +65,26 @@ def test_what_is_wrong_with_a_named_file_is_raised_on_all_ranks(monkeypatch, fir
         stored_costs.named(Namespace(epp_costs="nowhere.json"), ask_here)
 
 
+STAGES = (1, False), (2, False), (1, False)
+OTHER_STAGES = {
+    STAGES[:2]: "1, 2",
+    ((1, False), (1, False), (2, False)): "1, 1, 2",
+    (*STAGES[:2], (1, True)): "1, 2, 1 and multi-token prediction",
+}
+
+
 def test_costs_of_a_pipeline_in_another_precision_or_of_other_stages_are_refused_by_name():
     half = analytic_costs(replace(SHAPE, bytes_per_value=2), CPU, [1, 2, 1])
     args = Namespace(epp_costs="half.json", epp_latents="off")
-    stored_costs.check_costs(args, half, 3, 128.0)
+    stored_costs.check_costs(args, half, STAGES, 128.0)
     with pytest.raises(
         EppError, match=r"half.json has costs of messages of 128 bytes per token where this run's take 256.*bf16"
     ):
-        stored_costs.check_costs(args, half, 3, 256.0)
-    with pytest.raises(EppError, match=r"half.json has costs of 3 stages but the pipeline has 2: .*--epp-costs learn"):
-        stored_costs.check_costs(args, half, 2, 128.0)
+        stored_costs.check_costs(args, half, STAGES, 256.0)
+    for stages, layers in OTHER_STAGES.items():
+        message = f"half.json has costs of stages of 1, 2, 1 layers, this run has {layers}: .*--epp-costs learn"
+        with pytest.raises(EppError, match=message):
+            stored_costs.check_costs(args, half, stages, 128.0)
 
 
 @pytest.fixture
@@ -101,9 +111,10 @@ def one_rank(first, monkeypatch):
     def learn(args: Namespace) -> PipelineCosts:
         message = lambda tokens: (None, None, "cpu")  # noqa: E731
         stages = {
-            number: Namespace(num_layers=2, message=message, model=Linear(1, 1), has_gradient=True) for number in range(2)
+            number: Namespace(num_layers=2, depths=0, message=message, model=Linear(1, 1), has_gradient=True)
+            for number in range(2)
         }
-        return costs_of_runs.pipeline_costs(args, stages, Namespace(position=0), 2, ask, lambda costs: costs)
+        return costs_of_runs.pipeline_costs(args, stages, Namespace(position=0), ask, lambda costs: costs)
 
     return learn
 
@@ -261,7 +272,7 @@ def test_latents_are_handed_on_where_faster(alone: None, flags: str, settled: st
 @pytest.mark.parametrize(("theirs", "own"), [("on", "off"), ("off", "on")])
 def test_costs_of_a_pipeline_are_of_what_the_run_hands_on(theirs: str, own: str) -> None:
     costs = pipeline_costs(theirs)
-    sizes = len(costs.stages), costs.hidden_bytes_per_token
+    sizes = [(count, False) for count in costs.num_layers], costs.hidden_bytes_per_token
     stored.check_costs(argparse.Namespace(epp_latents=theirs), costs, *sizes)
     with pytest.raises(EppError, match=rf"costs\.json has costs of slices .* give another file; set latents to {theirs}"):
         stored.check_costs(argparse.Namespace(epp_latents=own, epp_costs="costs.json"), costs, *sizes)

@@ -19,11 +19,6 @@ from tests.support.mcore.rows import BY_DEFAULT, CHOICES, KINDS, PAIRS, ROWS
 from tests.support.mcore.script_rows import SCRIPT_ROWS, ScriptRow
 
 
-@pytest.fixture(scope="module")
-def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix.of(request, tmp_path_factory)
-
-
 @pytest.mark.parametrize("row", parameters(ROWS))
 def test_it_trains_as_the_stock_schedule_does(matrix: Matrix, row: Row) -> None:
     matrix.check(row)

@@ -52,7 +52,6 @@ def pipeline_costs(
     args: argparse.Namespace,
     stages: Mapping[int, MegatronStage],
     links: Links,
-    num_stages: int,
     ask: Ask,
     measured: Callable[[PipelineCosts], PipelineCosts],
     note: Callable[[Step], None] = lambda step: None,
@@ -67,16 +66,16 @@ def pipeline_costs(
     note("reading costs")
     source = stored_costs.named(args, ask)
     token_bytes = message_bytes(next(iter(stages.values())))
+    note("counting layers")
+    mine = {number: (stage.num_layers, stage.depths > 0, trained_share(stage)) for number, stage in stages.items()}
+    layers, predicts, trained = zip(*by_stage(mine, links), strict=True)
     facts = cache(partial(run_facts, args, ask))  # asked for on the first rank alone
     sizes: AttentionSizes = made_by_first(lambda: ask(f"{FORMULAS}:attention_sizes", facts()))
     if source is not None:
         share = source.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
-        stored_costs.check_costs(args, source, num_stages, token_bytes)
+        stored_costs.check_costs(args, source, [*zip(layers, predicts, strict=True)], token_bytes)
         split = tuple(_with_heads(stage, sizes, **_sums(args, sizes, stage)) for stage in source.stages)
         return replace(source, stages=split, fragmentation_share=share)
-    note("counting layers")
-    layers = by_stage({number: stage.num_layers for number, stage in stages.items()}, links)
-    trained = by_stage({number: trained_share(stage) for number, stage in stages.items()}, links)
     _tell_frozen(args, trained)
     shares = vocabulary_shares(args)
     by_formula, product = made_by_first(lambda: ask(f"{FORMULAS}:prior", facts(), costs_file(args), layers, trained, shares))
@@ -198,10 +197,9 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
     static = optimizer.static(_parameters_of(weights), _parameters_of(weight for weight in weights if weight.requires_grad))
     buffers = new_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
     copied = sum(table.numel() for table in stage.more_weights)  # whose gradients are in fp32
-    gradients = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
+    copies = sum(table.numel() for table in stage.more_weights if table.requires_grad) * torch.float32.itemsize
     held = static.weights + int(copied * optimizer.weight) + _cast_bytes(args, stage)
-    gradients += static.gradients
-    return replace(static, weights=held, gradients=gradients, buffers=buffers)
+    return replace(static, weights=held, gradients=static.gradients + copies, buffers=buffers)
 
 
 def _parameters_of(weights: Iterable[torch.nn.Parameter]) -> Parameters:
@@ -237,9 +235,8 @@ def new_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
 
 def placeholder_bytes(args: argparse.Namespace, stages: Iterable[MegatronStage]) -> int:
     """Bytes of what a rank's fused layers give to autograd as gradients: one of every shape (`get_dummy_wgrad`)."""
-    if not args.gradient_accumulation_fusion:
-        return 0
-    weights = (weight for stage in stages for weight in stage.decoder.parameters() if weight.requires_grad)
+    fused = [stage for stage in stages if args.gradient_accumulation_fusion]
+    weights = (weight for stage in fused for weight in stage.decoder.parameters() if weight.requires_grad)
     return sum({weight.shape: weight.nbytes for weight in weights if weight.dim() == 2}.values())
 
 

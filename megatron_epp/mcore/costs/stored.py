@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_epp.cost.blocks import PREDICTION
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.mcore.arguments.layout import vocabulary_shares
 from megatron_epp.mcore.arguments.table import names_of
@@ -30,13 +32,16 @@ def named(args: argparse.Namespace, ask: Ask) -> PipelineCosts | None:
     return made_by_first(lambda: ask(f"{FORMULAS}:pipeline_costs_in", file))
 
 
-def check_costs(args: argparse.Namespace, costs: PipelineCosts, num_stages: int, token_bytes: float) -> None:
-    """Raise `EppError` if costs of a whole pipeline from a file are of another pipeline or precision than this run's, have the
-    output layer on other ranks, or are of slices that hand on latents where this run's do not, or the other way round.
+def check_costs(args: argparse.Namespace, costs: PipelineCosts, stages: Sequence[tuple[int, bool]], token_bytes: float) -> None:
+    """Raise `EppError` if costs of a whole pipeline from a file are of another precision than this run's, or of other `stages`
+    (layers of each, and whether it has multi-token prediction), have the output layer on other ranks, or are of slices that
+    hand on latents where this run's do not, or the other way round.
     """
     advice = f"give another file, or learn them ({as_setting(names_of(args)['costs'], 'learn')})"
-    if len(costs.stages) != num_stages:
-        raise EppError(f"{args.epp_costs} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}: {advice}")
+    of_file = [(own.num_layers, any(block.kind == PREDICTION for block in own.blocks)) for own in costs.stages]
+    if of_file != list(stages):
+        layers = [", ".join(f"{n}{' and multi-token prediction' * ahead}" for n, ahead in own) for own in (of_file, stages)]
+        raise EppError(f"{args.epp_costs} has costs of stages of {layers[0]} layers, this run has {layers[1]}: {advice}")
     if not math.isclose(costs.hidden_bytes_per_token, token_bytes):
         raise EppError(f"{args.epp_costs} has {other_bytes(costs, token_bytes)}: {advice}")
     of_run, shares = vocabulary_shares(args), () if costs.vocabulary is None else costs.vocabulary.shares
@@ -46,10 +51,9 @@ def check_costs(args: argparse.Namespace, costs: PipelineCosts, num_stages: int,
         raise EppError(f"{args.epp_costs} {has}, and this run {here}: {advice}")
     relays_latents = any(stage.kv.expanded_heads for stage in costs.stages)
     if relays_latents != (args.epp_latents == "on"):
-        of_file, of_slices = ("latents", "keys and values") if relays_latents else ("keys and values", "latents")
+        theirs, ours = ("latents", "keys and values") if relays_latents else ("keys and values", "latents")
         raise EppError(
-            f"{args.epp_costs} has costs of slices that hand on {of_file}, and this run's hand on {of_slices}: give another "
-            "file",
+            f"{args.epp_costs} has costs of slices that hand on {theirs}, and this run's hand on {ours}: give another file",
             Remedy("set", "latents", "on" if relays_latents else "off"),
         )
 

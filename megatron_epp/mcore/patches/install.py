@@ -134,8 +134,7 @@ def _complete_config(original: Callable[..., Any], self: Any) -> None:
 
 def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *rest: Any) -> list[int]:
     """Keep the embedding on one rank where --epp-placement puts the first and the last stage on it."""
-    args = epp_args()
-    if args is not None and args.epp_placement in ("v", "ring"):
+    if (args := epp_args()) is not None:
         from megatron_epp.mcore.arguments.layout import placement_of
 
         if placement_of(args).ends_share_rank:

@@ -127,4 +127,4 @@ def _prior(run: SlicedRun, note: Callable[[Step], None]) -> PipelineCosts:
     with ExitStack() as measuring:
         for feature in run.features:
             measuring.enter_context(feature.measuring())
-        return pipeline_costs(run.args, run.stages, run.links, run.placement.num_stages, run.ask, run.measured, note)
+        return pipeline_costs(run.args, run.stages, run.links, run.ask, run.measured, note)

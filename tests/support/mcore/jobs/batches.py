@@ -80,7 +80,7 @@ def of_batches(executor, batches):
             run = sliced_run.current()
             args = run.args
             host = next(feature.host for feature in run.features if isinstance(feature, RankOffload))
-            costs = pipeline_costs(args, self.stages, self.links, run.placement.num_stages, run.ask, run.measured)
+            costs = pipeline_costs(args, self.stages, self.links, run.ask, run.measured)
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
             for name, plan in plans(args, costs, run, batches):
