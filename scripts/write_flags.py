@@ -121,16 +121,15 @@ def settings() -> dict[str, list[Use]]:
 
 
 def setting_row(setting: str, uses: Sequence[Use]) -> tuple[str, ...]:
-    """Return the row of a setting: the name and text of its first use, and what differs in later ones."""
+    """Return the row of a setting: its names, the text of its first use, and what differs in later ones."""
     first, *later = uses
     defaults: dict[str, str] = {}
     for use in uses:
         defaults[use.default] = defaults.get(use.default, "") + use.letter
     default = "; ".join(text if text == first.default else f"{letters}: {text}" for text, letters in defaults.items() if text)
-    names, text = [first.name], first.text
+    by_word = {use.name.split(" ")[0].replace("epp-", ""): use.name for use in reversed(uses)}  # the first with each name
+    names, text = [*by_word.values()][::-1], first.text
     if later and first.letter == TRAINING:
-        if later[0].name.split(" ")[0] != first.name.split(" ")[0].replace("epp-", ""):
-            names.append(later[0].name)
         texts = {re.sub(r"--[\w-]+", "--", said) for said in (text, later[0].text)}  # each names flags in its own way
         text += f". In commands: {later[0].text}" * (len(texts) > 1)
     letters = "".join(use.letter for use in uses)
