@@ -14,7 +14,7 @@ from megatron_epp.mcore.iteration.microbatch_shapes import Microbatch
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.links.objects import Groups, ObjectGroup, gathered_by
 from scripts.write_communicators import num_connections
-from tests.support.runtime.agreement_runs import SHAPES, results, shapes
+from tests.support.runtime.agreement_runs import SHAPES, prefixed, results, shapes
 from tests.support.runtime.rank_processes import Ranks, ranks_fixture
 
 ranks = ranks_fixture(2)
@@ -51,6 +51,11 @@ def test_what_does_not_agree_ends_every_rank_with_the_numbers(ranks: Ranks, argu
     outcomes = ranks.outcomes(shapes, *arguments)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0].startswith(f"refused: {said}")
+
+
+@pytest.mark.parametrize(("is_learnt", "said"), [(True, "refused: rank 1: ValueError: a prefix of 9 tokens"), (False, SHAPES)])
+def test_a_search_for_prefixes_that_fails_on_a_rank_ends_all_and_runs_once_costs_are_learnt(ranks, is_learnt, said) -> None:
+    assert ranks.outcomes(prefixed, 1, is_learnt) == [said] * 2
 
 
 @pytest.mark.parametrize(
