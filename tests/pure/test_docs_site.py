@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megatron_epp.plan.chunk import NOTHING_BORROWED
 from megatron_epp.plan.plan import KVOffload
 from megatron_epp.plan.proof import check, report
 from megatron_epp.plan.serialize import load, to_json
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.port.planning import BackgroundPlanner
 from megatron_epp.tools.cli.main import MODULES
 from megatron_epp.tools.formulas import H100, analytic_costs
@@ -134,6 +135,7 @@ BATCH = Problem(lengths=(9000, 1, 700, 4096), placement=(0, 1), cap_bytes=(UNLIM
 @pytest.fixture
 def example(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setitem(PLANNERS, "my_gpipe", None)  # which importing it adds, for all tests behind
 
 
 @pytest.mark.parametrize("name", ["my_schedule", "my_zero_bubble"])
@@ -161,10 +163,8 @@ def test_all_forwards_run_before_all_backwards(problem):
 @pytest.mark.usefixtures("example")
 def test_the_process_that_plans_for_training_finds_it():
     background = BackgroundPlanner(COSTS, Options(planner=NAME))
-    try:
+    with closing(background.process):
         (packed,) = background.plan(BATCH)
-    finally:
-        background.process.close()
     assert packed.plan() == plan(BATCH, COSTS, Options(planner=NAME))
 
 
