@@ -64,7 +64,7 @@ def write_slow_exchanges(folder: Path) -> None:
 
 
 OURS = ("greedy", "1f1b", "milp")
-"""Planners that other tests train with."""
+"""Planners that other tests train with, and one that training refuses."""
 NAMES = [name for name, entry in PLANNERS.entries().items() if name not in OURS and (entry.fixed or not entry.problems)]
 OVERLAPPED = Row(
     name="greedy, exchanges overlapped",
