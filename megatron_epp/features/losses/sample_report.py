@@ -33,7 +33,7 @@ class SampleReport:
 
     Attributes:
         means: the loss, and what it logs, by name: sums over the whole batch, divided as its average says.
-        divisor: number of tokens or sequences by which they are divided.
+        divisor: number of tokens, sequences or groups by which they are divided.
         num_chunks: chunks of this replica's plan.
         num_shared_tokens: tokens of this replica's samples that did not run, since another sample's are the same.
         logprobs: of every sample, the log-probabilities of its labels, ``[tokens - 1]`` in fp32, 0 for those that are not
