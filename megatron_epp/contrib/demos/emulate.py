@@ -133,7 +133,6 @@ class WaitingCopies:
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def handlers(self) -> Mapping[Op, Handler]:
-        """Return the handlers for `Executor`."""
         return {Op.O: self._issue, Op.L: self._issue, Op.FREE: self._wait}
 
     def _issue(self, executor: Executor, action: Action) -> None:
@@ -169,7 +168,6 @@ class WaitingShards:
         self._moving: dict[tuple[Op, int], tuple[dist.Work | None, Tensor]] = {}
 
     def handlers(self) -> Mapping[Op, Handler]:
-        """Return the handlers for `Executor`."""
         return dict.fromkeys(self._groups, self._send) | dict.fromkeys((Op.S, Op.N, Op.T), self._after)
 
     def _send(self, executor: Executor, action: Action) -> None:
@@ -202,7 +200,6 @@ class WaitingAttention:
         self._between = AttentionMessages(rank.plan, own, lambda kind, chunk: message)
 
     def handlers(self) -> Mapping[Op, Handler]:
-        """Return the handlers for `Executor`."""
         return {**self._between.handlers(), **dict.fromkeys(_GIVES, self._run)}
 
     def _run(self, executor: Executor, action: Action) -> None:
@@ -255,14 +252,16 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> Events:
         handlers |= WaitingCopies(shared, locks).handlers()
     unstreamed = replace(plan, kv_offload=())  # what it takes to stream caches is in the steps' times
     prepare(unstreamed, rank)
-    start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
-    dist.all_reduce(start, op=dist.ReduceOp.MAX)
     handlers[Op.W] = lambda _, action: stages[action.stage].weight(action)
     if plan.num_ranks > 1:
         handlers |= WaitingShards(shared, *(dist.new_group(everyone) for _ in range(2))).handlers()
     if any(step.action.op is A for row in plan.ranks for step in row):
         handlers |= WaitingAttention(shared, links, lambda: dist.new_group(everyone)).handlers()
     executor = executor_of(unstreamed, rank, stages, links, handlers=handlers)
+    torch.zeros(1, requires_grad=True).exp().backward(torch.ones(1))  # torch imports in a process's first one
+    # Behind that, and behind all that connects ranks: both take seconds, in which others would wait.
+    start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
+    dist.all_reduce(start, op=dist.ReduceOp.MAX)
     shared.origin_s = float(start[0])
     _wait_until(shared.origin_s)
     executor.run()
