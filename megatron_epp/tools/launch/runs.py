@@ -101,10 +101,10 @@ def torchrun(num_ranks: int, words: Sequence[str], environment: Mapping[str, str
 
 
 def learnt_costs(folder: Path, num_ranks: int, settings: dict[str, Any], **how: Any) -> Path:
-    """Train until costs are learnt; return the file with them, for `--epp-costs`."""
+    """Train until costs are learnt; return the file with them, for `--epp-costs`, with which layers are Megatron's."""
     iterations = NOT_RECORDED + RECORDED
     learning = {"epp_costs": "learn", "train_iters": iterations, "save": folder, "save_interval": iterations + 1}
-    train(folder, num_ranks, settings | learning, **how)
+    train(folder, num_ranks, AS_MEGATRON | settings | learning, **how)
     return folder / COSTS
 
 
