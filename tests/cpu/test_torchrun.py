@@ -88,7 +88,8 @@ def test_ctrl_c_while_the_launcher_starts_is_named_too(tmp_path):
     for folder in ("torch", "torch/distributed"):
         (tmp_path / folder / "__init__.py").write_text("" if folder == "torch" else interrupts)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    done = subprocess.run([*LAUNCH, script(tmp_path, "")], capture_output=True, text=True, env=environment, check=False)
+    command = ["env", "--default-signal=INT", *LAUNCH, script(tmp_path, "")]  # a shell's jobs in the background ignore it
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert last_line(done.returncode, done.stderr, 130) == "megatron-epp: stopped by signal SIGINT"
 
 
