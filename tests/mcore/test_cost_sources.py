@@ -82,9 +82,13 @@ def test_costs_of_a_pipeline_in_another_precision_or_of_other_stages_are_refused
     ):
         stored_costs.check_costs(args, half, STAGES, 256.0)
     for stages, layers in OTHER_STAGES.items():
-        message = f"half.json has costs of stages of 1, 2, 1 layers, this run has {layers}: .*--epp-costs learn"
+        message = f"half.json has costs of layers 1, 2, 1, and this run has {layers}: .*--epp-costs learn"
         with pytest.raises(EppError, match=message):
             stored_costs.check_costs(args, half, stages, 128.0)
+    ahead = analytic_costs(replace(SHAPE, bytes_per_value=2, predictions=1), CPU, [1, 2, 1])
+    stored_costs.check_costs(args, ahead, (*STAGES[:2], (1, True)), 128.0)
+    with pytest.raises(EppError, match=r"of layers 1, 2, 1 and multi-token prediction, and this run has 1, 2, 1:"):
+        stored_costs.check_costs(args, ahead, STAGES, 128.0)
 
 
 @pytest.fixture

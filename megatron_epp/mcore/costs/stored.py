@@ -41,7 +41,7 @@ def check_costs(args: argparse.Namespace, costs: PipelineCosts, stages: Sequence
     of_file = [(own.num_layers, any(block.kind == PREDICTION for block in own.blocks)) for own in costs.stages]
     if of_file != list(stages):
         layers = [", ".join(f"{n}{' and multi-token prediction' * ahead}" for n, ahead in own) for own in (of_file, stages)]
-        raise EppError(f"{args.epp_costs} has costs of stages of {layers[0]} layers, this run has {layers[1]}: {advice}")
+        raise EppError(f"{args.epp_costs} has costs of layers {layers[0]}, and this run has {layers[1]}: {advice}")
     if not math.isclose(costs.hidden_bytes_per_token, token_bytes):
         raise EppError(f"{args.epp_costs} has {other_bytes(costs, token_bytes)}: {advice}")
     of_run, shares = vocabulary_shares(args), () if costs.vocabulary is None else costs.vocabulary.shares
