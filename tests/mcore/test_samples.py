@@ -67,21 +67,22 @@ def test_slices_have_the_gradients_of_whole_samples_under_megatrons_schedule(num
     assert any(one["logprobs"] for one in found)
 
 
+# By default recompute and windows meet, and Mamba-2 stands for all layers that hand on states.
 TREES = [
     pytest.param(2, {}, {}, id="two stages"),
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, {}, id="tensor and sequence parallel"),
     pytest.param(4, {"replicas": 2}, {}, id="replicas"),
     pytest.param(4, {"context_parallel": 2}, {}, id="context parallel"),
-    pytest.param(2, {}, {"recompute": 1}, id="recompute"),
+    pytest.param(2, {}, {"recompute": 1}, id="recompute", marks=SLOW),
     pytest.param(2, {}, {"offload": True, "memory_cap_gb": 0.00023}, id="offload"),
     pytest.param(2, {}, {"split_weight_gradient": "on"}, id="split weight gradients"),
     pytest.param(2, {}, {"share_prefixes": False}, id="alone"),
-    pytest.param(2, {"window_size": (9, 0), "softmax_type": "learnable"}, {}, id="windows, sinks"),
+    pytest.param(2, {"window_size": (9, 0), "softmax_type": "learnable"}, {}, id="windows, sinks", marks=SLOW),
     pytest.param(2, {"window_size": (20, 0), "window_attn_skip_freq": 2}, {"recompute": 1}, id="windows, recompute"),
     pytest.param(2, LATENT, {}, id="latent attention"),
-    pytest.param(2, MAMBA, {}, id="Mamba-2 and attention"),
+    pytest.param(2, MAMBA, {}, id="Mamba-2 and attention", marks=SLOW),
     pytest.param(2, MAMBA, {"recompute": 1}, id="Mamba-2, recompute"),
-    pytest.param(2, DELTA, {}, id="gated delta nets"),
+    pytest.param(2, DELTA, {}, id="gated delta nets", marks=SLOW),
 ]
 
 

@@ -1,6 +1,5 @@
 """An installed wheel is all a user needs: everything it ships is there, and it plans and trains far from the source tree."""
 
-import json
 import os
 import re
 import shutil
@@ -65,12 +64,12 @@ def share_compiled_loops(kernels):
         shutil.copy(path, kernels / "__pycache__")
 
 
-def succeeds(command, folder, timeout_s=180):
+def succeeds(command, folder):
     """Return a command's output. It runs in `folder` and knows no source tree."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [*map(str, command)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
 
@@ -123,17 +122,3 @@ def test_commands_run_from_anywhere(installed, tmp_path):
     assert succeeds([command, "check", "plan.json"], tmp_path)
     succeeds([command, "show", "plan.json", "-o", "plan.html"], tmp_path)
     assert "</html>" in (tmp_path / "plan.html").read_text()
-
-
-def test_the_quickstart_trains_and_leaves_its_comparison(installed, tmp_path):
-    sizes = ["--rounds", 1, "--context", 256]
-    said = succeeds([installed / "megatron-epp", "quickstart", *sizes, "-o", "here"], tmp_path, 600)
-    assert "inconclusive: " in said  # one round has no spread
-    report = json.loads((tmp_path / "here" / "report.json").read_text())
-    assert max(report[part]["max_relative_loss_difference"] for part in ("parity", "skewed", "long_document")) < 1e-5
-    assert report["parity"]["gradients"] < 1e-5
-    assert all(one["tokens_per_second"][0] > 0 for one in report["skewed"]["schedules"].values())
-    long = report["long_document"]
-    assert long["elastic_bytes"] <= long["cap_bytes"] < min(long["whole_bytes"], long["needed_bytes"])
-    left = {path.name for path in (tmp_path / "here").iterdir() if path.is_file()}
-    assert left == {"report.json", "plan.json", "iteration.html"}

@@ -427,7 +427,7 @@ def again(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "planned"),
     [
-        pytest.param("--memory-cap-gb 2.05 --offload off --seed 7", 4, id="tight, another seed"),
+        pytest.param("--memory-cap-gb 2.05 --offload off --seed 7", 4, id="tight, another seed", marks=pytest.mark.slow),
         pytest.param("--memory-cap-gb 1.2 --offload on --vocab-parallel auto", 4, id="offload", marks=pytest.mark.slow),
         pytest.param("--virtual-stages 2 --stages 2 --offload off", 2, id="several"),
     ],
@@ -467,7 +467,7 @@ def test_compare_divides_the_same_gain_over_the_same_schedule_of_megatrons(capsy
     assert stock_text(stock) in printed
 
 
-@pytest.mark.parametrize("devices", [4, 16])
+@pytest.mark.parametrize("devices", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_links_are_those_that_are_advised_with(devices, again):
     args = parsed("advise", *SMALL, "--devices", str(devices), *CHATS, "--offload", "off")
     question = question_of(args)

@@ -31,11 +31,7 @@ from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import hybrid
 
 ASKED = problem((900, 300, 44, 512), 2)
-
-
-def ending(*_: object) -> None:
-    """Planner that ends its process, as a lack of memory does."""
-    os._exit(9)
+TASKS = "tests.support.plan.worker_tasks"
 
 
 @contextmanager
@@ -72,7 +68,7 @@ def test_a_process_that_has_ended_is_started_again_and_makes_the_same_plans(
 
 @pytest.mark.parametrize(
     ("options", "ended"),
-    [(Options(), False), (Options(recompute=0), False), (Options(planner=f"{__name__}:ending"), False), (Options(), True)],
+    [(Options(), False), (Options(recompute=0), False), (Options(planner=f"{TASKS}:ending"), False), (Options(), True)],
     ids=("default", "nothing fits in loading", "a planner of the user's", "a process that has ended is started again"),
 )
 def test_a_process_that_is_started_early_makes_the_plans_of_one_that_knows_its_costs(
@@ -127,7 +123,7 @@ def test_slices_that_the_user_chose_stay():
 
 
 def test_a_process_that_ends_again_and_again_is_an_error_and_a_closed_planner_starts_none(caplog: pytest.LogCaptureFixture):
-    with background(Options(planner=f"{__name__}:ending")) as planner:
+    with background(Options(planner=f"{TASKS}:ending")) as planner:
         with pytest.raises(WorkerError, match="has ended with exit code 9"):
             planner.plan(ASKED)
         assert caplog.text.count("it is started again") == PROCESS_RESTARTS
@@ -175,8 +171,6 @@ def test_a_damaged_message_is_refused(damage: Callable[[bytes], bytes]):
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-
-TASKS = "tests.support.plan.worker_tasks"
 
 
 class Forked(Worker):

@@ -87,10 +87,10 @@ CUTS = {
 
 Cases = dict[Cell, dict[str, tuple[str, ...]]]
 
-_ONE_EACH = {"llama": "capped", "grouped": "some recompute", "learned": "all recompute", "gpt2": "split, some recompute"}
-CASES: Cases = {Cell(): {"llama": ("two",)}, Cell(pp=2): {model: (cut,) for model, cut in _ONE_EACH.items()}}
+CASES: Cases = {Cell(): {"llama": ("two",)}, Cell(pp=2): {"llama": ("capped",), "gpt2": ("split, some recompute",)}}
 """Cuts by model, on two stages and one of them on one: every cut but those to which another one only adds something. Whole and
-packed documents, and the loss by blocks, are in other rows: of routers, of every two kinds, of masked labels.
+packed documents, layers that all recompute, and the loss by blocks are in other rows: of routers, of every two kinds, of masked
+labels.
 """
 MORE_CASES: Cases = {
     Cell(): {"llama": ("two", "packed", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute", "loss by blocks")},
@@ -203,7 +203,7 @@ ROUTERS = {
 }
 """Routers that count and add up by chunk, in chunks of one whole document; and others, in slices."""
 PADDED = {"context": "cp2 experts4", "tensor and sequence": "tp2 sp experts4"}
-"""Ranks that share padded chunks, beside one process, whose chunks have no padding."""
+"""Ranks that share padded chunks, beside one process, whose chunks have no padding; the second is in the set `slow`."""
 
 
 def _check_padded(figures: Figures, _: Path) -> None:
@@ -217,7 +217,7 @@ def _routers() -> list[Row]:
     rows = [replace(row, iterations=3) for row in _of_layers("routers", routers, check=_anything)]
     again = {"both": ALL_STATISTICS, "alone": True}
     padded = {name: case(cell, "--epp-planner 1f1b --epp-recompute 4", "learned", **again) for name, cell in PADDED.items()}
-    return rows + _of_layers("padding is invisible to routers", padded, check=_check_padded)
+    return rows + _of_layers("padding is invisible to routers", padded, slow=("tensor and sequence",), check=_check_padded)
 
 
 def _anything(figures: Figures, _: Path) -> None:
@@ -273,7 +273,7 @@ def _latents() -> list[Row]:
 PREDICTIONS = {"repeated layer, tied, masks": case("pp2", MANY, "grouped", both="--mtp-num-layers 2 --mtp-use-repeated-layer")}
 _CAPPED = f"{THREE} --epp-memory-cap-gb 0.0015 --epp-recompute-modes all"
 LATENT_PREDICTIONS = {
-    # In the set `slow`: Transformer Engine's layers have latents with weights apart.
+    # In the set `slow`: Transformer Engine's layers have latents with weights apart; those that share tokens are there, too.
     "weights apart": case("pp2 split", THREE, both=f"{LATENT} --mtp-num-layers 1"),
     "there and back, capped": case("pp2 v2", f"{_CAPPED} --epp-loss-block-tokens 5", both=f"{_YARN} --mtp-num-layers 2"),
     "tensor and sequence parallel": case("tp2 sp pp2", AGAIN, both=f"{_WIDE} --mtp-num-layers 1"),
@@ -329,7 +329,7 @@ def _latent_predictions() -> list[Row]:
             case=replace(own, plan=f"{own.plan} --epp-latents {'off' if 'cap' in name else 'on'}"),
             check=functools.partial(_check_latent_predictions, name),
             batch=BATCH if "cap" in name else SMALL_BATCH,
-            is_slow=name == "weights apart",
+            is_slow=name in ("weights apart", "tensor and sequence parallel"),
         )
         for name, own in LATENT_PREDICTIONS.items()
     ]

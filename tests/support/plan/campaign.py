@@ -25,7 +25,7 @@ MACHINES = ((1, 0.0), (1, 0.1), (8, 0.1), (32, 0.0))
 """Hardware queues, and how likely a host waits for its device before a launch."""
 KNOWN = {Op.F, Op.B, Op.W, Op.O, Op.L, Op.S, Op.N, Op.T}
 """Operations that the second simulator and the machines know."""
-MORE_MEMORY, SLOWER = 1.1, 1.01
+MORE_MEMORY, SLOWER, SLOWER_WITH_MORE = 1.1, 1.01, "more memory makes it slower"
 
 
 def faults_of(plans: tuple[Plan, ...], seed: int) -> Iterator[str]:
@@ -131,5 +131,5 @@ def judged(case: Case, seed: int) -> tuple[bool, list[str]]:
         return False, list(faults_of_refusal(case, error))
     faults = [*faults_of(plans, seed), *faults_of_answer(case, plans)]
     if is_slower_with_more(case, plans[0]):
-        faults.append("more memory makes it slower")
+        faults.append(SLOWER_WITH_MORE)
     return True, faults

@@ -26,5 +26,10 @@ def misbehave(how):
     return sorted(name for name in ("torch", "megatron", "numpy", "psutil") if name in sys.modules)
 
 
+def ending(*_):
+    """Planner that ends its process, as a lack of memory does."""
+    os._exit(9)
+
+
 def sleep(seconds):
     time.sleep(seconds)
