@@ -16,7 +16,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.replicas import Replicas, require_equal, split_together
-from megatron_epp.planner.search import descend, search
+from megatron_epp.planner.search import descend, from_openings, search
 from megatron_epp.planner.validation import validate
 
 ROUNDS, ROUNDS_OF_TABLES = 16, 4
@@ -98,9 +98,7 @@ def written(candidates: Candidates, best: Candidate) -> tuple[Plan, ...]:
 
 
 def planned(candidates: Candidates) -> tuple[Plan, ...]:
-    """Write the plans of the fastest candidate whose messages have room. Raises `InfeasibleError` if none fits, with the
-    smallest cap under which one would, but for its messages.
-    """
+    """Write the plans of the fastest candidate whose messages have room. Raises `InfeasibleError` if none fits."""
     for number in range(ROUNDS):
         if not candidates.fitting():
             break
@@ -109,7 +107,9 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
             return written(candidates, best)
         except MessageRoomError as error:
             # Where plans of several tables lack room, those of the others do, too, and each would take a round.
-            descend(candidates, candidates.set_room(best, error.needed, of_all=number >= ROUNDS_OF_TABLES))
+            best = descend(candidates, candidates.set_room(best, error.needed, of_all=number >= ROUNDS_OF_TABLES))
+            if not best.fits:  # the search leaves openings out where something fits
+                from_openings(candidates, best, best)
     costs, options = candidates.replicas.costs, candidates.options
     raise infeasible(candidates.problem, costs, options, candidates.least_cap_bytes, candidates.least_host_bytes)
 
