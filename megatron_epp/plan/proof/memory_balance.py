@@ -21,8 +21,7 @@ def check_memory(timeline: Timeline) -> Iterator[Violation]:
     Bytes are followed per stage and per chain of slices: the slices of a sequence share its keys and values, so one slice may
     free what another allocated; all other chunks are independent.
     """
-    plan = timeline.plan
-    chains = _chains(plan)
+    plan, chains = timeline.plan, _chains(timeline.plan)
     yield from _copies(plan)
     for rank in range(plan.num_ranks):
         yield from _above_cap(timeline, rank)
@@ -92,11 +91,12 @@ def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Viola
         before = live.get(owner, 0)
         live[owner] = after = before + delta
         for action in step.actions:
-            role = operation(action.op).role
+            role = operation(action.op).role  # without layers there is nothing to defer
+            reads = role is Role.CLOSES or (role is Role.DEFERRED and timeline.plan.num_layers[action.stage] > 0)
             if role is Role.OPENS:
                 if at_end and step.alloc_bytes > step.free_bytes:
                     openers[action[1:]] = action
-            elif before <= 0 and not at_end and role is not Role.NEITHER and (opener := openers.get(action[1:])):
+            elif reads and before <= 0 and not at_end and (opener := openers.get(action[1:])):
                 yield Violation(rank, event.position, action, f"reads what {opener} kept, but all of it was freed before")
         if after < 0 and delta < 0:
             reason = f"frees {-delta} bytes when only {before} of its stage and chunk are live"
