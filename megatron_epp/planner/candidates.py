@@ -225,9 +225,7 @@ class Candidates:
             self.room_of_reach[reach] = room
         else:
             self.room[id(table), reach] = room
-        outdated = [
-            known for known in self.by_recipe.values() if known.recipe.reach == reach and (of_all or known.table is table)
-        ]
+        outdated = [own for own in self.by_recipe.values() if own.recipe.reach == reach and (of_all or own.table is table)]
         for known in outdated:
             del self.by_recipe[known.recipe]
         self._tables = {known: tables for known, tables in self._tables.items() if known[1] != reach}

@@ -104,11 +104,8 @@ def least_or_refuse(
 def every_order(replicas: Replicas, chunks: tuple[Chunk, ...]) -> Candidates:
     """Try all orders of a chunk table of one replica, and copies with the fastest of them."""
     free = Candidates(replicas.without_caps, chunks=chunks)
-    candidates, first, values = (
-        Candidates(replicas, free),
-        first_recipe(free.problem, free.options, free.orders, free.values["cut"][0]),
-        free.values,
-    )
+    candidates, values = Candidates(replicas, free), free.values
+    first = first_recipe(free.problem, free.options, free.orders, values["cut"][0])
     for reach, lead in product(values["reach"], values["lead"]):
         free.of(first._replace(reach=reach, lead=lead))
         candidates.of(first._replace(reach=reach, lead=lead))

@@ -16,7 +16,7 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.infeasible import infeasible
 from megatron_epp.planner.message_room import MessageRoomError, proven_cap
 from megatron_epp.planner.replicas import Replicas, require_equal, split_together
-from megatron_epp.planner.search import descend, from_openings, search
+from megatron_epp.planner.search import descend, search, walk_further
 from megatron_epp.planner.validation import validate
 
 ROUNDS, ROUNDS_OF_TABLES = 16, 4
@@ -108,8 +108,8 @@ def planned(candidates: Candidates) -> tuple[Plan, ...]:
         except MessageRoomError as error:
             # Where plans of several tables lack room, those of the others do, too, and each would take a round.
             best = descend(candidates, candidates.set_room(best, error.needed, of_all=number >= ROUNDS_OF_TABLES))
-            if not best.fits:  # the search leaves openings out where something fits
-                from_openings(candidates, best, best)
+            if not best.fits:  # the search did not walk on, since others fitted then
+                walk_further(candidates, best, best)
     costs, options = candidates.replicas.costs, candidates.options
     raise infeasible(candidates.problem, costs, options, candidates.least_cap_bytes, candidates.least_host_bytes)
 

@@ -103,21 +103,23 @@ def next_grains(candidates: Candidates, recipe: Recipe) -> Iterator[Recipe]:
 
 
 def search(replicas: Replicas) -> Candidates:
-    """Search, free of caps and then under them; return all candidates under the caps. Raises `InfeasibleError` if a replica has
-    too few tokens for the chunks that another needs.
-    """
+    """Search, free of caps and then under them; return all candidates under the caps. Raises as `first_candidate` does."""
     free = Candidates(replicas.without_caps)
-    fastest = free_of_caps(free)
-    candidates = Candidates(replicas, free)
+    fastest, candidates = free_of_caps(free), Candidates(replicas, free)
     best = candidates.of(fastest.recipe)
     assert best is not None
     if not best.fits or best.makespan_us > fastest.makespan_us * (1 + MIN_GAIN_SHARE):  # else it fits as it is
         best = descend(candidates, walk(candidates, best, settings.CUT))
         best = best if candidates.is_single else at_next_grains(candidates, best)
+    walk_further(candidates, best, fastest)
+    return candidates
+
+
+def walk_further(candidates: Candidates, best: Candidate, fastest: Candidate) -> None:
+    """Walk from openings, and then with copies to the host."""
     best = from_openings(candidates, best, fastest)
     for walk_on in plan_targets(candidates.problem, candidates.options, "search"):
         walk_on(candidates, best, fastest)
-    return candidates
 
 
 def first_candidate(candidates: Candidates, recipe: Recipe) -> Candidate:
