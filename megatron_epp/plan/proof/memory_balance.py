@@ -91,12 +91,12 @@ def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Viola
         before = live.get(owner, 0)
         live[owner] = after = before + delta
         for action in step.actions:
-            role = operation(action.op).role  # without layers there is nothing to defer
-            reads = role is Role.CLOSES or (role is Role.DEFERRED and timeline.plan.num_layers[action.stage] > 0)
+            role = operation(action.op).role
+            defers = role is Role.DEFERRED and timeline.plan.num_layers[action.stage] > 0  # a stage without layers does not
             if role is Role.OPENS:
                 if at_end and step.alloc_bytes > step.free_bytes:
                     openers[action[1:]] = action
-            elif reads and before <= 0 and not at_end and (opener := openers.get(action[1:])):
+            elif (defers or role is Role.CLOSES) and before <= 0 and not at_end and (opener := openers.get(action[1:])):
                 yield Violation(rank, event.position, action, f"reads what {opener} kept, but all of it was freed before")
         if after < 0 and delta < 0:
             reason = f"frees {-delta} bytes when only {before} of its stage and chunk are live"
