@@ -90,8 +90,7 @@ def test_the_quickstart_trains_small_sizes_and_leaves_its_comparison(monkeypatch
 @pytest.mark.slow  # minutes
 def test_the_quickstart_gains_what_it_says():
     run(QUICKSTART)
-    skewed = quickstart_report(folder := ROOT / "runs" / "quickstart")
-    schedules = skewed["schedules"]
+    schedules = (skewed := quickstart_report(folder := ROOT / "runs" / "quickstart"))["schedules"]
     assert schedules["elastic plans"]["peak_bytes"] < schedules["1F1B, whole documents"]["peak_bytes"]
     assert schedules["elastic plans"]["losses"][-1] < schedules["elastic plans"]["losses"][0]
     assert skewed["elastic_over_whole"]["planned"] > 1.25

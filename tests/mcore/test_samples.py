@@ -67,13 +67,12 @@ def test_slices_have_the_gradients_of_whole_samples_under_megatrons_schedule(num
     assert any(one["logprobs"] for one in found)
 
 
-# By default recompute and windows meet, and Mamba-2 stands for all layers that hand on states.
 TREES = [
     pytest.param(2, {}, {}, id="two stages"),
     pytest.param(4, {"tensor_parallel": 2, "sequence_parallel": True}, {}, id="tensor and sequence parallel"),
     pytest.param(4, {"replicas": 2}, {}, id="replicas"),
     pytest.param(4, {"context_parallel": 2}, {}, id="context parallel"),
-    pytest.param(2, {}, {"recompute": 1}, id="recompute", marks=SLOW),
+    pytest.param(2, {}, {"recompute": 1}, id="recompute", marks=SLOW),  # by default with windows
     pytest.param(2, {}, {"offload": True, "memory_cap_gb": 0.00023}, id="offload"),
     pytest.param(2, {}, {"split_weight_gradient": "on"}, id="split weight gradients"),
     pytest.param(2, {}, {"share_prefixes": False}, id="alone"),
@@ -82,7 +81,7 @@ TREES = [
     pytest.param(2, LATENT, {}, id="latent attention"),
     pytest.param(2, MAMBA, {}, id="Mamba-2 and attention", marks=SLOW),
     pytest.param(2, MAMBA, {"recompute": 1}, id="Mamba-2, recompute"),
-    pytest.param(2, DELTA, {}, id="gated delta nets", marks=SLOW),
+    pytest.param(2, DELTA, {}, id="gated delta nets", marks=SLOW),  # states are handed on as those of Mamba-2
 ]
 
 

@@ -69,7 +69,7 @@ def succeeds(command, folder):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [*map(str, command)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
 
@@ -122,3 +122,8 @@ def test_commands_run_from_anywhere(installed, tmp_path):
     assert succeeds([command, "check", "plan.json"], tmp_path)
     succeeds([command, "show", "plan.json", "-o", "plan.html"], tmp_path)
     assert "</html>" in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.slow  # `test_readme.py` runs it from this checkout
+def test_the_quickstart_trains(installed, tmp_path):
+    succeeds([installed / "megatron-epp", "quickstart", "--rounds", 1, "--context", 256, "-o", "here"], tmp_path)

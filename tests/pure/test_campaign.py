@@ -4,13 +4,17 @@ from tests.support.plan import campaign
 from tests.support.plan.campaign_cases import case_of, demanding_case_of, exact_case_of
 from tests.support.seeds import some_by_default
 
+SLOWER = {400, 503, 546, 1293, 2682, 2774, 2825, 3386, 3489, 3703, 3925, 4160, 4415, 4496, 4825, 5213, 5745, 6232, 6748, 7117}
+SLOWER |= {7346, 7467, 7627, 7701, 7907, 8752, 9083, 9095, 9567, 9574, 9830}
+"""Seeds of plans that more memory makes slower, since other caps move where the search begins. No other may be added."""
+
 
 @some_by_default("first", range(1000), 2)
-def test_no_problem_has_a_fault_but_that_more_memory_seldom_makes_a_plan_slower(first: int):
-    """The search goes on from where it is, which other caps move: of all 10,000 that is 31, and never more than two of ten."""
-    found = [campaign.judged(case_of(seed), seed) for seed in range(first, 10_000, 1000)]
-    assert [faults for _, faults in found if faults] in [[[campaign.SLOWER_WITH_MORE]] * count for count in range(3)]
-    assert {is_planned for is_planned, _ in found} == {True, False}
+def test_no_problem_has_a_fault_but_known_plans_that_more_memory_makes_slower(first: int):
+    found = {seed: campaign.judged(case_of(seed), seed) for seed in range(first, 10_000, 1000)}
+    slower = {seed: [campaign.SLOWER_WITH_MORE] for seed in found.keys() & SLOWER}
+    assert {seed: faults for seed, (_, faults) in found.items() if faults} == slower
+    assert {is_planned for is_planned, _ in found.values()} == {True, False}
 
 
 DEMANDING = [1, 6, 7, 8, 9, 12, 15, 63]
@@ -27,19 +31,13 @@ OF_CHUNKS_AND_ROOM = [1383, 2729, 3111, 3838, 521]
 
 @some_by_default("seed", [*OF_SEARCH, *OF_CHUNKS_AND_ROOM], 9)
 def test_problems_that_once_had_a_fault_have_none(seed: int):
-    """Plans that more memory made slower, orders and copies that were tried only where no other fitted, caps that were refused
-    and do, and named ones that do not: for messages, or what local search, shards, exchanges and empty stages need.
-    """
+    """Plans slower with more memory, orders and copies that were tried too late, caps refused that do and named that do not."""
     assert campaign.judged(case_of(seed), seed)[1] == []
 
 
 def test_plans_of_the_exact_planner_have_no_fault():
-    found = [campaign.judged(case, seed) for seed in range(12) if (case := exact_case_of(seed)) is not None]
+    cases = {seed: exact_case_of(seed) for seed in (*range(12), 5733)}
+    assert cases[5733] is not None  # whose messages need more than the cap that is named first
+    found = [campaign.judged(case, seed) for seed, case in cases.items() if case is not None]
     assert any(is_planned for is_planned, _ in found)
     assert [faults for _, faults in found if faults] == []
-
-
-def test_a_cap_that_the_exact_planner_names_has_room_for_messages():
-    case = exact_case_of(5733)
-    assert case is not None
-    assert campaign.judged(case, 5733)[1] == []

@@ -88,9 +88,8 @@ CUTS = {
 Cases = dict[Cell, dict[str, tuple[str, ...]]]
 
 CASES: Cases = {Cell(): {"llama": ("two",)}, Cell(pp=2): {"llama": ("capped",), "gpt2": ("split, some recompute",)}}
-"""Cuts by model, on two stages and one of them on one: every cut but those to which another one only adds something. Whole and
-packed documents, layers that all recompute, and the loss by blocks are in other rows: of routers, of every two kinds, of masked
-labels.
+"""Cuts by model, on two stages and one of them on one: every cut but those to which another one only adds something. Others,
+as whole documents, layers that all recompute and the loss by blocks, are in rows of routers, pairs of kinds and masks.
 """
 MORE_CASES: Cases = {
     Cell(): {"llama": ("two", "packed", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute", "loss by blocks")},
